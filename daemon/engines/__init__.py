@@ -1,0 +1,1 @@
+"""The engines warmseed drives; nothing outside an adapter knows an engine's internals."""

@@ -1,0 +1,1 @@
+"""The weight cache: a daemon owns a rank's weights, engines map them."""

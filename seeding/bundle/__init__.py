@@ -1,0 +1,1 @@
+"""Compiled caches as one content-addressed, canonical archive."""

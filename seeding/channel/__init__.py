@@ -1,0 +1,1 @@
+"""The daemon-to-daemon channel: TLS 1.3 under a token both ends hold, one request a connection."""
