@@ -92,7 +92,7 @@ class MooncakeStore(BaseStore):
     async def _look(self, key: str) -> bytes | Parts | int | None:
         """The small object itself, its parts, or the size of a large one that lies raw (another writer's)."""
         async with self._memory.small() as region:
-            size = await self._number("fetch", region, name=key, at=region.at, room=region.size, stable=True)
+            size = await self._number("fetch", region, name=key, at=region.at, room=region.size)
             if size in _MISSING:
                 return None
             if size < 0:
@@ -219,7 +219,7 @@ class MooncakeStore(BaseStore):
     async def _list_under(self, key: str) -> Parts | None:
         """The parts that a write of `key` makes useless."""
         async with self._memory.small() as region:
-            size = await self._number("fetch", region, name=key, at=region.at, room=region.size, stable=True)
+            size = await self._number("fetch", region, name=key, at=region.at, room=region.size)
             if 0 < size <= SMALL:
                 with contextlib.suppress(ObjectInvalid):
                     return decode(region.read(0, size), store=self.name, key=key)
