@@ -83,18 +83,30 @@ def decompress(source: Path, folder: Path, *, sha256: str, length: int) -> Path:
     return target
 
 
-async def write_stream(pieces: AsyncIterator[bytes], folder: Path) -> Path:
-    """A new file in `folder` with all the pieces; gone again when anything fails.
+async def write_stream(pieces: AsyncIterator[bytes], folder: Path, *, sha256: str, length: int) -> Path:
+    """A new file in `folder` with all the pieces, `length` bytes of that `sha256`; gone again when anything fails.
 
     Raises:
+        ArtifactRefused: ``length`` or ``digest``: the stream is something else.
         OSError: when the disk fails.
     """
     target = folder / f"stored.{secrets.token_hex(8)}"
+    digest, seen = hashlib.sha256(), 0
     file = os.fdopen(await run_blocking(_create, target), "wb")
+
+    def keep(piece: bytes) -> None:
+        digest.update(piece)
+        file.write(piece)
+
     try:
         async for piece in pieces:
-            await run_blocking(file.write, piece)
+            seen += len(piece)
+            if seen > length:
+                raise ArtifactRefused("length", f"more than the {length} bytes its manifest states")
+            await run_blocking(keep, piece)
         await run_blocking(file.close)
+        if seen != length or digest.hexdigest() != sha256:
+            raise ArtifactRefused("digest", f"{seen} bytes of SHA-256 {digest.hexdigest()[:16]}…, not {sha256[:16]}…")
     except BaseException:
         file.close()
         target.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ A publisher that is killed leaves objects that no manifest names: invisible, and
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,8 @@ from warmseed.seeding.kinds.base import Capture, Site
 from warmseed.seeding.manifest import Index, Manifest, Stored, sign_manifest
 from warmseed.seeding.payload import compress
 from warmseed.seeding.trust import DAY
-from warmseed.stores.base import Body, Store
+from warmseed.stores.base import Body
+from warmseed.stores.chain import Chain
 
 __all__ = ["Publication", "Publisher"]
 
@@ -43,7 +45,7 @@ class Publisher:
 
     def __init__(
         self,
-        store: Store,
+        chain: Chain,
         keys: Sequence[PublisherKey],
         *,
         state: Path,
@@ -51,8 +53,8 @@ class Publisher:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`keys` sign, `publisher` names this node for people, `state` is warmseed's own folder."""
-        self._store = store
-        self._catalog = Catalog(store)
+        self._store = chain
+        self._catalog = Catalog(chain)
         self._keys = keys
         self._staging = state / "staging"
         self._publisher = publisher
@@ -121,8 +123,6 @@ class Publisher:
         return stored
 
     async def _put_index(self, index: bytes) -> Index:
-        import hashlib
-
         digest = hashlib.sha256(index).hexdigest()
         await self._store.put(object_key(digest), index)
         return Index(digest, len(index))
