@@ -34,10 +34,8 @@ LIFE = 30 * DAY  # seconds a manifest is believed; a fleet that still runs publi
 class Publication:
     """What was published."""
 
-    generation: int
-    sha256: str
-    length: int  # bytes of the payload
-    stored_length: int  # bytes as they lie in the stores
+    manifest: Manifest
+    envelope: bytes  # the manifest as signed
 
 
 class Publisher:
@@ -80,7 +78,7 @@ class Publisher:
             index = await self._put_index(capture.index)
         issued = int(self._clock())
 
-        def sign(generation: int) -> bytes:
+        def sign(generation: int) -> tuple[Manifest, bytes]:
             manifest = Manifest(
                 schema=1,
                 kind=kind,
@@ -102,12 +100,14 @@ class Publisher:
                 publisher=self._publisher,
                 provenance=dict(capture.provenance),
             )
-            return sign_manifest(manifest, self._keys)
+            return manifest, sign_manifest(manifest, self._keys)
 
-        generation = await self._catalog.append(key, sign, known=known)
-        length = stored.length if stored else capture.length
-        _log.info("kind=%s published generation=%d bytes=%d stored=%d", kind, generation, capture.length, length)
-        return Publication(generation, capture.sha256, capture.length, length)
+        manifest, envelope = await self._catalog.append(key, sign, known=known)
+        _log.info(
+            "kind=%s published generation=%d bytes=%d stored=%d",
+            *(kind, manifest.generation, capture.length, stored.length if stored else capture.length),
+        )
+        return Publication(manifest, envelope)
 
     async def _put_payload(self, capture: Capture) -> Stored | None:
         if capture.index is None:  # a small table: as it is, so that stock readers can use it too
