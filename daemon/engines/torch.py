@@ -232,7 +232,9 @@ def _checked_folder(model: Path) -> Path:
         raise ConfigurationError(f"--model {folder}: no such folder; give the folder that holds config.json")
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
-        raise ConfigurationError(f"--model {folder}: holds no *.safetensors; warmseed's torch engine loads nothing else")
+        raise ConfigurationError(
+            f"--model {folder}: holds no *.safetensors; warmseed's torch engine loads nothing else"
+        )
     for shard in shards:
         _check_safetensors(shard)
     return folder
