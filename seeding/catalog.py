@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.manifest import MANIFEST_BYTES
-from warmseed.stores.base import Store
-from warmseed.stores.errors import StoreError
+from warmseed.stores.chain import Chain
 
 __all__ = ["Catalog"]
 
@@ -24,10 +23,10 @@ HEAD_BYTES = 20  # digits of a generation
 
 
 class Catalog:
-    """The manifests of one store or chain."""
+    """The manifests in one chain of stores."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, chain: Chain) -> None:
+        self._store = chain
 
     async def newest(self, key: ArtifactKey, *, known: int = 0) -> int:
         """The newest generation in the store, 0 if there is none.
@@ -78,8 +77,6 @@ class Catalog:
         return generation
 
     async def _head(self, key: ArtifactKey) -> int:
-        try:
-            head = await self._store.get(key.head_key, limit=HEAD_BYTES)
-        except StoreError:
-            return 0
-        return int(head) if head is not None and head.isdigit() and len(head) < HEAD_BYTES else 0
+        """The highest hint of any tier: a node's own disk does not learn what others publish."""
+        heads = [answer.data async for answer in self._store.answers(key.head_key, limit=HEAD_BYTES)]
+        return max((int(head) for head in heads if head.isdigit() and len(head) < HEAD_BYTES), default=0)

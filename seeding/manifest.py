@@ -17,7 +17,7 @@ from warmseed.seeding.dsse import ENVELOPE_BYTES, open_envelope, seal
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.keys import Keyring, PublicKey, PublisherKey
 
-__all__ = ["MANIFEST_BYTES", "MANIFEST_TYPE", "Index", "Manifest", "sign_manifest", "verify_manifest"]
+__all__ = ["MANIFEST_BYTES", "MANIFEST_TYPE", "Index", "Manifest", "Stored", "sign_manifest", "verify_manifest"]
 
 MANIFEST_BYTES = ENVELOPE_BYTES  # bytes in the largest envelope ever read
 MANIFEST_TYPE = "application/vnd.warmseed.manifest+json;v=1"
@@ -38,6 +38,17 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_digest(self.sha256)
 
 
+class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The payload's compressed form, as it lies in stores and travels: checked before it is decompressed."""
+
+    encoding: Literal["zstd"]
+    sha256: str  # of the compressed bytes
+    length: Size  # bytes, compressed
+
+    def __post_init__(self) -> None:
+        check_digest(self.sha256)
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Everything a node needs to know of an artifact before it touches one byte of it."""
 
@@ -52,6 +63,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     filename: Text
     sha256: Text  # of the payload, uncompressed
     length: Size  # bytes of the payload, uncompressed
+    stored: Stored | None = None  # what lies at `store_key`, where that is not the payload as it is
     index: Index | None = None  # bundles: their file index
     environment: dict[Text, Text]
     generation: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]

@@ -6,7 +6,6 @@ import sys
 
 import typer
 
-from warmseed import __version__
 from warmseed.errors import ConfigurationError, WarmseedError
 
 __all__ = ["app", "main"]

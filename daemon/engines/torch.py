@@ -11,7 +11,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -83,7 +83,7 @@ class TorchEngine:
     def identity(self) -> EngineIdentity:
         factors = {
             "engine": self.name,
-            "model_config": hashlib.sha256(msgspec.json.encode(self._config, order="deterministic")).hexdigest(),
+            "model_config": _config_digest(self._config),
             "dtype": self.dtype,
             "buckets": ",".join(map(str, self.buckets)),
             "compile": "layer,static",
@@ -122,10 +122,10 @@ class TorchEngine:
         import torch
         from transformers import AutoModelForCausalLM
 
-        module = AutoModelForCausalLM.from_pretrained(
+        module: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
             self.model, dtype=getattr(torch, self.dtype), local_files_only=True
         )
-        return module.to(self.device).eval().requires_grad_(False)
+        return module.to(torch.device(self.device)).eval().requires_grad_(False)
 
     def shell(self) -> torch.nn.Module:
         """The same model on the meta device: every parameter and buffer named, nothing allocated."""
@@ -134,7 +134,8 @@ class TorchEngine:
 
         config = AutoConfig.from_pretrained(self.model, local_files_only=True)
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype))
+            from_config: Callable[..., torch.nn.Module] = AutoModelForCausalLM.from_config
+            module = from_config(config, dtype=getattr(torch, self.dtype))
         return module.eval().requires_grad_(False)
 
     def fingerprint(self, checkpoint: CheckpointIdentity) -> Fingerprint:
@@ -152,10 +153,10 @@ class TorchEngine:
 
     def compile(self, module: torch.nn.Module) -> None:
         """Have every decoder layer compiled at its first call."""
-        import torch._dynamo
+        from torch import _dynamo
 
         # Each bucket is one entry of a layer's cache; the default limit of 8 would fall back to eager.
-        torch._dynamo.config.recompile_limit = max(64, 4 * len(self.buckets))
+        _dynamo.config.recompile_limit = max(64, 4 * len(self.buckets))
         for layer in decoder_layers(module):
             layer.compile(dynamic=False)
 
@@ -200,7 +201,7 @@ class TorchEngine:
             ids.append(token)
             if token == tokenizer.eos_token_id:
                 break
-        answer.text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        answer.text = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
         return answer
 
     @staticmethod
@@ -257,6 +258,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path}: {error.strerror}; give the folder that holds config.json") from error
     except msgspec.DecodeError as error:
         raise ConfigurationError(f"{path}: not a JSON object ({printable(error)})") from error
+
+
+def _config_digest(config: Mapping[str, Any]) -> str:
+    """SHA-256 of what shapes the model; where it once lay and who wrote the file do not."""
+    shaping = {k: v for k, v in config.items() if not k.startswith("_") and k != "transformers_version"}
+    return hashlib.sha256(msgspec.json.encode(shaping, order="deterministic")).hexdigest()
 
 
 def _device_facts(device: str) -> Mapping[str, str]:
