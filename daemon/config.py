@@ -152,11 +152,9 @@ class PreloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     data_parallel_address: Annotated[
         str | None, _says("Address of data-parallel rank 0's node.", _LAYOUT, flags=("-dpa",))
     ] = None
-    enable_expert_parallel: Annotated[
-        bool, _says("Spread a mixture of experts over the ranks.", _LAYOUT, flags=("-ep",))
-    ] = False
-    nnodes: Annotated[Count, _says("Nodes that one engine spans.", _LAYOUT, flags=("-n",))] = 1
-    node_rank: Annotated[Index, _says("This node's number, from 0.", _LAYOUT, flags=("-r",))] = 0
+    enable_expert_parallel: Annotated[bool, _says("Spread a mixture of experts over the ranks.", _LAYOUT)] = False
+    nnodes: Annotated[Count, _says("Nodes that one engine spans.", _LAYOUT)] = 1
+    node_rank: Annotated[Index, _says("This node's number, from 0.", _LAYOUT)] = 0
     master_addr: Annotated[str, _says("Address of node 0.", _LAYOUT)] = "127.0.0.1"
     master_port: Annotated[Port | None, _says("The engine's own rendezvous port, to keep clear of it.", _LAYOUT)] = None
 

@@ -181,7 +181,7 @@ def _typed(merged: Mapping[str, object], known: Mapping[str, Option]) -> Preload
         text, _, place = str(error).partition(" - at `$.")
         name = place.rstrip("`").split("[")[0]
         flag = known[name].flag if name in known else "configuration"
-        given = "" if name == "seed_token" else f" {printable(merged.get(name))!r}"
+        given = "" if name == "seed_token" else f" {printable(repr(merged.get(name)))}"
         raise ConfigurationError(f"{flag}{given}: {printable(text)}") from error
 
 
