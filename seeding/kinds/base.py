@@ -27,6 +27,11 @@ class Site:
     roots: Mapping[str, Path]  # cache name -> folder, below `cache_root` or where the engine puts it
     state: Path  # warmseed's own folder: staging, bundles, highest generations, ledger; no engine reads it
 
+    @property
+    def config_digest(self) -> str:
+        """SHA-256 of every factor of the configuration, as manifests bind it."""
+        return Environment(self.config_factors).digest
+
 
 @dataclass(frozen=True, slots=True)
 class Capture:
