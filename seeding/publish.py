@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from warmseed.blocking import run_blocking
 from warmseed.seeding.artifact import ArtifactKey, object_key
@@ -18,7 +17,7 @@ from warmseed.seeding.catalog import Catalog
 from warmseed.seeding.keys import PublisherKey
 from warmseed.seeding.kinds.base import Capture, Site
 from warmseed.seeding.manifest import Index, Manifest, Stored, sign_manifest
-from warmseed.seeding.payload import compress
+from warmseed.seeding.payload import stored_form
 from warmseed.seeding.trust import DAY
 from warmseed.stores.base import Body
 from warmseed.stores.chain import Chain
@@ -46,15 +45,13 @@ class Publisher:
         chain: Chain,
         keys: Sequence[PublisherKey],
         *,
-        state: Path,
         publisher: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`keys` sign, `publisher` names this node for people, `state` is warmseed's own folder."""
-        self._store = chain
+        """`keys` sign, `publisher` names this node for people."""
+        self._chain = chain
         self._catalog = Catalog(chain)
         self._keys = keys
-        self._staging = state / "staging"
         self._publisher = publisher
         self._clock = clock
 
@@ -110,19 +107,12 @@ class Publisher:
         return Publication(manifest, envelope)
 
     async def _put_payload(self, capture: Capture) -> Stored | None:
-        if capture.index is None:  # a small table: as it is, so that stock readers can use it too
-            for store_key in (capture.store_key, *capture.also):
-                await self._store.put(store_key, Body.file(capture.payload))
-            return None
-        await run_blocking(self._staging.mkdir, 0o700, parents=True, exist_ok=True)
-        packed, stored = await run_blocking(compress, capture.payload, self._staging)
-        try:
-            await self._store.put(capture.store_key, Body.file(packed))
-        finally:
-            packed.unlink(missing_ok=True)
+        stored = await run_blocking(stored_form, capture.payload, sha256=capture.sha256)
+        for store_key in (capture.store_key, *capture.also):
+            await self._chain.put(store_key, Body.file(capture.payload))
         return stored
 
     async def _put_index(self, index: bytes) -> Index:
         digest = hashlib.sha256(index).hexdigest()
-        await self._store.put(object_key(digest), index)
+        await self._chain.put(object_key(digest), index)
         return Index(digest, len(index))

@@ -38,13 +38,14 @@ class Capture:
     """What a kind read from this node's caches, ready to be signed and published."""
 
     filename: str
-    payload: Path  # a file in `Site.state` that holds the payload, uncompressed
+    payload: Path  # a file in `Site.state` that holds the payload, as it is to lie in stores
     sha256: str
     length: int  # bytes
     environment: Environment  # the part of the site's environment this payload depends on
     device_index: int
     store_key: str
     index: bytes | None = None  # bundles: the file index
+    also: tuple[str, ...] = ()  # further store keys for the same bytes, where stock readers look
     provenance: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)  # file or cache -> why it is not in the payload
 
