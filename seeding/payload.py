@@ -63,7 +63,10 @@ def decompress(source: Path, folder: Path, *, sha256: str, length: int) -> Path:
     digest, seen = hashlib.sha256(), 0
     try:
         with source.open("rb") as compressed, os.fdopen(_create(target), "wb") as write:
-            reader = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES).stream_reader(compressed)
+            reader = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES).stream_reader(
+                compressed,
+                read_across_frames=True,  # bundles are many frames, see `bundle.frames`
+            )
             while piece := reader.read(min(PIECE, length - seen + 1)):
                 seen += len(piece)
                 if seen > length:

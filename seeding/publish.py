@@ -114,6 +114,9 @@ class Publisher:
             for store_key in (capture.store_key, *capture.also):
                 await self._store.put(store_key, Body.file(capture.payload))
             return None
+        if capture.stored is not None:  # packed by its kind, in pieces that a later bundle can share
+            await self._store.put(capture.store_key, Body.file(capture.payload))
+            return capture.stored
         await run_blocking(self._staging.mkdir, 0o700, parents=True, exist_ok=True)
         packed, stored = await run_blocking(compress, capture.payload, self._staging)
         try:
