@@ -1,8 +1,4 @@
-"""How a payload lies in stores and on the wire: with a digest of its own over exactly those bytes.
-
-So nothing is decompressed before it is known to be what the publisher stored, and nothing is used before it is
-known to be what the publisher packed.
-"""
+"""Writes what a peer streams into a staging file, and knows at the end whether it is what was promised."""
 
 from __future__ import annotations
 
@@ -14,20 +10,8 @@ from pathlib import Path
 
 from warmseed.blocking import run_blocking
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.manifest import Stored
 
-__all__ = ["stored_form", "write_stream"]
-
-
-def stored_form(payload: Path, *, sha256: str) -> Stored | None:
-    """What a manifest says of the file `payload` as it lies there; `None` if it is the plain payload. Blocks.
-
-    Raises:
-        OSError: when it can't be read.
-    """
-    with payload.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return None if digest == sha256 else Stored(encoding="zstd", sha256=digest, length=payload.stat().st_size)
+__all__ = ["write_stream"]
 
 
 def _create(path: Path) -> int:

@@ -16,8 +16,7 @@ from warmseed.seeding.artifact import ArtifactKey, object_key
 from warmseed.seeding.catalog import Catalog
 from warmseed.seeding.keys import PublisherKey
 from warmseed.seeding.kinds.base import Capture, Site
-from warmseed.seeding.manifest import Index, Manifest, Stored, sign_manifest
-from warmseed.seeding.payload import stored_form
+from warmseed.seeding.manifest import Index, Manifest, sign_manifest
 from warmseed.seeding.trust import DAY
 from warmseed.stores.base import Body
 from warmseed.stores.chain import Chain
@@ -69,7 +68,10 @@ class Publisher:
             dp_rank=site.dp_rank,
             world_rank=site.world_rank,
         )
-        stored = await self._put_payload(capture)
+        # A large body is written to the shared stores from the disk's copy, a small one from memory: the file at
+        # `capture.payload` may go as soon as this returns.
+        for store_key in (capture.store_key, *capture.also):
+            await self._chain.put(store_key, Body.file(capture.payload))
         index = None
         if capture.index is not None:
             index = await self._put_index(capture.index)
@@ -88,7 +90,7 @@ class Publisher:
                 filename=capture.filename,
                 sha256=capture.sha256,
                 length=capture.length,
-                stored=stored,
+                stored=capture.stored,
                 index=index,
                 environment=dict(capture.environment),
                 generation=generation,
@@ -100,17 +102,12 @@ class Publisher:
             return manifest, sign_manifest(manifest, self._keys)
 
         manifest, envelope = await self._catalog.append(key, sign, known=known)
+        form = capture.stored or manifest
         _log.info(
             "kind=%s published generation=%d bytes=%d stored=%d",
-            *(kind, manifest.generation, capture.length, stored.length if stored else capture.length),
+            *(kind, manifest.generation, capture.length, form.length),
         )
         return Publication(manifest, envelope)
-
-    async def _put_payload(self, capture: Capture) -> Stored | None:
-        stored = await run_blocking(stored_form, capture.payload, sha256=capture.sha256)
-        for store_key in (capture.store_key, *capture.also):
-            await self._chain.put(store_key, Body.file(capture.payload))
-        return stored
 
     async def _put_index(self, index: bytes) -> Index:
         digest = hashlib.sha256(index).hexdigest()
