@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -16,9 +15,10 @@ from warmseed.errors import WarmseedError, printable
 from warmseed.seeding.adopt import Adopter, Adoption
 from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.channel.client import SeedClient, new_instance
+from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.server import SeedServer
 from warmseed.seeding.environment import Environment
-from warmseed.seeding.keys import Keyring, PublicKey, PublisherKey
+from warmseed.seeding.keys import Keyring, PublisherKey
 from warmseed.seeding.kinds.base import Capture, Kind, Site, Verdict
 from warmseed.seeding.origins import Origin, PeerOrigin, StoreOrigin
 from warmseed.seeding.publish import Publisher
@@ -26,6 +26,7 @@ from warmseed.seeding.shelf import Shelf
 from warmseed.seeding.token import MANIFEST_LABEL, Token, read_tokens
 from warmseed.seeding.trust import Trust
 from warmseed.seeding.trust_file import load_marks
+from warmseed.stores.base import Observer
 from warmseed.stores.chain import Chain
 from warmseed.stores.registry import open_stores
 
@@ -55,7 +56,7 @@ class Seeds:
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, spec: RankSpec, cache_root: Path) -> AsyncIterator[Seeds]:
+    async def opened(cls, spec: RankSpec, cache_root: Path, *, observer: Observer) -> AsyncIterator[Seeds]:
         """The seeding side of `spec`'s rank; its listener runs for as long as the block.
 
         Raises:
@@ -69,7 +70,7 @@ class Seeds:
         keys, keyring = await run_blocking(_keys, spec, tokens, state)
         shared = bool(tokens or config.seed_signing_key or config.seed_trusted_keys or config.allow_unsigned)
         stores = config.warmup_cache_stores if shared else ()
-        chain = await open_stores(stores, cache_folder=state, writes=config.store_writes)
+        chain = await open_stores(stores, folder=state / "store", writes=config.store_writes, observer=observer)
         try:
             marks = await run_blocking(load_marks, state / "highest.json")
             seeds = cls(chain, trust=Trust(keyring, marks=marks), keys=keys, tokens=tokens, spec=spec, state=state)
@@ -107,7 +108,8 @@ class Seeds:
             client = SeedClient(self._tokens, instance=self._instance)
             wait = self._spec.config.seed_wait
             origins += [
-                PeerOrigin(client, source, wait=wait, environment=environment) for source in self._spec.seed_sources
+                PeerOrigin(client, Endpoint(source.host, source.port), wait=wait, environment=environment)
+                for source in self._spec.seed_sources
             ]
         return origins
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from warmseed.blocking import run_blocking
 from warmseed.seeding.artifact import ArtifactKey, object_key
 from warmseed.seeding.catalog import Catalog
 from warmseed.seeding.keys import PublisherKey

@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from tests.support.media import folder_medium
+
 from warmseed.stores.chain import Chain
 from warmseed.stores.contained import Contained
 from warmseed.stores.disk import DiskStore
