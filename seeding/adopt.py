@@ -110,8 +110,13 @@ class Adopter:
             dp_rank=site.dp_rank,
             world_rank=site.world_rank,
         )
-        search = _Search(kind, site, Expected(key=key, config_digest=site.config_digest, environment=environment,
-                                              device_index=site.device_index))
+        search = _Search(
+            kind,
+            site,
+            Expected(
+                key=key, config_digest=site.config_digest, environment=environment, device_index=site.device_index
+            ),
+        )
         if await run_blocking(kind.present, site):
             return Adoption(kind.name, "present", "disk", seconds=time.monotonic() - start)
         try:
