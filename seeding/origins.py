@@ -9,12 +9,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
-from warmseed.seeding.artifact import ArtifactKey, denial_key, object_key
-from warmseed.seeding.catalog import Catalog
-from warmseed.seeding.dsse import ENVELOPE_BYTES
+from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.manifest import Manifest
-from warmseed.seeding.payload import staged
-from warmseed.stores.base import ObjectReader, Store
 
 __all__ = ["Origin", "StoreOrigin"]
 
