@@ -255,7 +255,7 @@ def _checked_content(path: Path) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigurationError(f"the token file {name} can't be read: {error.strerror}; start-up stops") from error
-    with open(descriptor, "rb") as stream:
+    try:
         # Of the open file, so that what is checked is what is read.
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -270,7 +270,9 @@ def _checked_content(path: Path) -> bytes:
                 f"the token file {name} has mode {stat.S_IMODE(status.st_mode):04o}: others can read or write it; "
                 f"start-up stops; run: chmod 600 {name}"
             )
-        content = stream.read(_FILE_BYTES + 1)
+        content = os.read(descriptor, _FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
     if len(content) > _FILE_BYTES:
         raise ConfigurationError(f"the token file {name} is larger than {_FILE_BYTES} bytes; start-up stops")
     return content
