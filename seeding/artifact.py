@@ -9,7 +9,7 @@ import msgspec
 from warmseed.errors import printable
 from warmseed.seeding.errors import ArtifactRefused
 
-__all__ = ["NAMESPACE", "ArtifactKey", "bundle_key", "check_digest", "object_key"]
+__all__ = ["NAMESPACE", "ArtifactKey", "bundle_key", "check_digest", "denial_key", "object_key"]
 
 # Fixed by the vLLM preload documentation, so that a fleet can mix both.
 NAMESPACE = "vllm-warmup-cache"
@@ -84,3 +84,8 @@ def bundle_key(digest: str) -> str:
 def object_key(digest: str) -> str:
     """The store key of a small immutable object (a table, a file index), by its SHA-256."""
     return f"{NAMESPACE}/object/{check_digest(digest)}"
+
+
+def denial_key(digest: str) -> str:
+    """The store key of the signed statement that the payload `digest` must not be installed."""
+    return f"{NAMESPACE}/denied/{check_digest(digest)}.json"

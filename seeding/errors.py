@@ -15,7 +15,8 @@ class ArtifactRefused(WarmseedError):
     """An artifact that is not installed. `reason` is a short stable word for metrics and ``--json``.
 
     Reasons in use: ``signature``, ``key``, ``rank``, ``kind``, ``environment``, ``expired``, ``rollback``,
-    ``denied``, ``digest``, ``length``, ``malformed``, ``relocation``, ``probation``, ``space``, ``unsigned``.
+    ``denied``, ``pinned``, ``digest``, ``length``, ``malformed``, ``relocation``, ``probation``, ``busy``, ``space``,
+    ``unsigned``.
     """
 
     def __init__(self, reason: str, message: str, *, fields: tuple[str, ...] = ()) -> None:

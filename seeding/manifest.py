@@ -1,16 +1,25 @@
-"""Signed descriptions of artifacts: what a manifest says, and the envelope it travels in."""
+"""Signed descriptions of artifacts: what a manifest says, and how it is signed and read.
+
+The envelope is `warmseed.seeding.dsse`; whether a verified manifest is to be believed is
+`warmseed.seeding.trust`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
 
+from warmseed.seeding import canonical
 from warmseed.seeding.artifact import ArtifactKey, check_digest
+from warmseed.seeding.dsse import ENVELOPE_BYTES, open_envelope, seal
+from warmseed.seeding.errors import ArtifactRefused
+from warmseed.seeding.keys import Keyring, PublicKey, PublisherKey
 
-__all__ = ["MANIFEST_BYTES", "MANIFEST_TYPE", "Index", "Manifest"]
+__all__ = ["MANIFEST_BYTES", "MANIFEST_TYPE", "Index", "Manifest", "Stored", "sign_manifest", "verify_manifest"]
 
-MANIFEST_BYTES = 64 << 10  # bytes in the largest envelope ever read
+MANIFEST_BYTES = ENVELOPE_BYTES  # bytes in the largest envelope ever read
 MANIFEST_TYPE = "application/vnd.warmseed.manifest+json;v=1"
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
@@ -24,6 +33,20 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     sha256: str
     length: Size
+
+    def __post_init__(self) -> None:
+        check_digest(self.sha256)
+
+
+class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The payload's compressed form, as it lies in stores and travels: checked before it is decompressed."""
+
+    encoding: Literal["zstd"]
+    sha256: str  # of the compressed bytes
+    length: Size  # bytes, compressed
+
+    def __post_init__(self) -> None:
+        check_digest(self.sha256)
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -40,6 +63,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     filename: Text
     sha256: Text  # of the payload, uncompressed
     length: Size  # bytes of the payload, uncompressed
+    stored: Stored | None = None  # what lies at `store_key`, where that is not the payload as it is
     index: Index | None = None  # bundles: their file index
     environment: dict[Text, Text]
     generation: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
@@ -52,6 +76,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         check_digest(self.sha256)
         check_digest(self.config_hash)
         check_digest(self.config_digest)
+        if self.expires_at <= self.issued_at:
+            raise ArtifactRefused("malformed", "a manifest that expires before it was issued")
 
     def key(self, environment_hash: str) -> ArtifactKey:
         """The artifact this manifest claims to describe, in the environment with `environment_hash`."""
@@ -62,3 +88,22 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             dp_rank=self.dp_rank,
             world_rank=self.world_rank,
         )
+
+
+def sign_manifest(manifest: Manifest, keys: Sequence[PublisherKey]) -> bytes:
+    """The envelope of `manifest`, signed with each of `keys`; what a store or a peer hands on.
+
+    Raises:
+        ValueError: for no keys, more than four, or an envelope over `MANIFEST_BYTES`.
+    """
+    return seal(MANIFEST_TYPE, canonical.encode(manifest), keys)
+
+
+def verify_manifest(envelope: bytes, keyring: Keyring) -> tuple[Manifest, tuple[PublicKey, ...]]:
+    """The manifest in `envelope` and the trusted keys that signed it. Verified, but not yet believed.
+
+    Raises:
+        ArtifactRefused: ``malformed`` or ``signature``.
+    """
+    opened = open_envelope(envelope, MANIFEST_TYPE, keyring)
+    return canonical.decode(opened.payload, Manifest, limit=MANIFEST_BYTES), opened.signers

@@ -1,0 +1,40 @@
+"""``warmseed``: the command line's entry point."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from warmseed.daemon.cli.preload import preload
+from warmseed.daemon.cli.run import run
+from warmseed.daemon.flags import CONTEXT_SETTINGS
+from warmseed.errors import ConfigurationError, WarmseedError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="warmseed",
+    help="Keeps an LLM server's weights and warmup caches hot, across engine restarts and across a fleet.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("preload", context_settings=CONTEXT_SETTINGS)(preload)
+app.command("run")(run)
+
+
+def main() -> None:
+    """Run one command; 0 done, 1 failed, 2 the request itself can't work."""
+    try:
+        app()
+    except ConfigurationError as error:
+        print(f"warmseed: {error}", file=sys.stderr)
+        sys.exit(2)
+    except WarmseedError as error:
+        print(f"warmseed: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

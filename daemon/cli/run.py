@@ -1,0 +1,199 @@
+"""``warmseed run``: the small engine. Maps a daemon's weights, warms up, answers, exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from warmseed.daemon.engines.torch import TorchEngine
+from warmseed.daemon.paths import default_cache_root
+from warmseed.daemon.weights.errors import WeightCacheError, WeightCacheUnavailable
+from warmseed.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+
+    from warmseed.daemon.weights.client import Attachment
+    from warmseed.daemon.weights.loader_config import LoaderConfig
+    from warmseed.seeding.kinds.base import Evidence
+
+__all__ = ["run"]
+
+
+class _Phases:
+    """Seconds by phase, in the order in which they happened."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = round(time.monotonic() - start, 4)
+
+
+def run(
+    model: Annotated[Path, typer.Option(help="Folder of the model: config.json and *.safetensors.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="What to answer; repeatable.")] = None,
+    *,
+    engine: Annotated[str, typer.Option(help="The engine; only torch runs here, vLLM has its own command.")] = "torch",
+    load_format: Annotated[str, typer.Option(help="ipc_cache maps a daemon's weights, disk loads them.")] = "ipc_cache",
+    model_loader_extra_config: Annotated[
+        str, typer.Option(help="JSON: socket_path, socket_dir, mode, fallback, connect_timeout_s, state_timeout_s.")
+    ] = "{}",
+    socket_path: Annotated[Path | None, typer.Option(help="The daemon's socket.")] = None,
+    socket_dir: Annotated[Path | None, typer.Option(help="Folder of the daemons' sockets.")] = None,
+    fallback: Annotated[bool, typer.Option(help="Load from disk when the daemon can't serve this model.")] = True,
+    cache_root: Annotated[Path | None, typer.Option(help="Canonical root of this node's caches.")] = None,
+    dtype: Annotated[str, typer.Option(help="Data type of the weights.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="torch device; the first GPU where there is one, else the CPU.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens in the longest answer.")] = 16,
+    stdin: Annotated[bool, typer.Option(help="Then answer one prompt a line from standard input.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a answer instead of text.")] = False,
+) -> None:
+    """Map a daemon's weights, warm up every shape bucket, answer greedily and exit."""
+    started = time.monotonic()
+    if engine != TorchEngine.name:
+        raise ConfigurationError(f"--engine {engine}: `warmseed run` is the torch engine; start vLLM with `vllm serve`")
+    if load_format not in ("ipc_cache", "disk"):
+        raise ConfigurationError(f"--load-format {load_format}: choose ipc_cache or disk")
+    loader = _loader_config(model_loader_extra_config, socket_path, socket_dir, fallback)
+    server = TorchEngine(model, dtype=dtype, device=device)
+    # Before torch is imported: its cache folders are read from the environment once.
+    os.environ.update(server.caches(cache_root or default_cache_root()).variables)
+
+    phases = _Phases()
+    with phases.timed("import"):
+        server.prepare()
+    module, attachment, source = _weights(server, loader, load_format, phases)
+    server.compile(module)
+    with phases.timed("compile"):
+        evidence = server.warm_up(module)
+    if attachment is not None:
+        _report(attachment, evidence)
+
+    def answer(text: str) -> None:
+        asked = time.monotonic()
+        generation = server.generate(module, text, max_tokens=max_tokens)
+        if not as_json:
+            print(generation.text, flush=True)
+            return
+        seconds = {**phases.seconds, "first_token": round(generation.first_token_at - asked, 4)}
+        counters = {"seconds": round(evidence.seconds, 4), "counters": dict(evidence.counters)}
+        record = {
+            "text": generation.text,
+            "tokens": generation.tokens,
+            "phases": seconds,
+            "total": round(generation.first_token_at - started, 4),
+            "first_token_at": generation.first_token_at,
+            **source,
+            "evidence": counters,
+        }
+        print(json.dumps(record), flush=True)
+
+    for text in prompt or ():
+        answer(text)
+    if stdin:
+        for line in sys.stdin:
+            answer(line.strip())
+    if attachment is not None:
+        attachment.close()
+
+
+def _report(attachment: Attachment, evidence: Evidence) -> None:
+    """Tell the daemon what this warmup used; a daemon that can't take it costs the verdict, not the answer."""
+    from warmseed.daemon.weights.messages import Report
+
+    try:
+        attachment.report(
+            Report(
+                seconds=evidence.seconds,
+                counters={name: float(value) for name, value in evidence.counters.items()},
+                lines=evidence.lines,
+                new_files=evidence.new_files,
+            )
+        )
+    except WeightCacheError as error:
+        print(f"warmseed: the daemon did not take the evidence of use: {error}", file=sys.stderr)
+
+
+def _loader_config(extra: str, socket_path: Path | None, socket_dir: Path | None, fallback: bool) -> LoaderConfig:
+    from warmseed.daemon.weights.loader_config import LoaderConfig
+
+    try:
+        given: Any = json.loads(extra)
+    except ValueError as error:
+        raise ConfigurationError(f"--model-loader-extra-config is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigurationError("--model-loader-extra-config must be a JSON object")
+    for name, value in (("socket_path", socket_path), ("socket_dir", socket_dir)):
+        if value is not None:
+            given[name] = str(value)
+    return LoaderConfig.parse({"fallback": fallback, **given})
+
+
+def _weights(
+    server: TorchEngine, loader: LoaderConfig, load_format: str, phases: _Phases
+) -> tuple[torch.nn.Module, Attachment | None, dict[str, Any]]:
+    """The model with its weights; the attachment that holds them, if a daemon's; and where they came from."""
+    if load_format == "ipc_cache":
+        try:
+            return _attached(server, loader, phases)
+        except WeightCacheUnavailable as error:
+            if not loader.fallback:
+                raise
+            print(f"warmseed: {error}; loading from disk", file=sys.stderr)
+            reason = {"fallback": error.reason, "fields": list(error.fields)}
+    else:
+        reason = {}
+    with phases.timed("load"):
+        module = server.load_module()
+    return module, None, {"source": "disk", **reason}
+
+
+def _attached(
+    server: TorchEngine, loader: LoaderConfig, phases: _Phases
+) -> tuple[torch.nn.Module, Attachment, dict[str, Any]]:
+    from warmseed.daemon.weights.checkpoint import digest_checkpoint, stat_checkpoint
+    from warmseed.daemon.weights.client import attach, map_into
+
+    with phases.timed("build"):
+        module = server.shell()
+    before = _private_bytes()
+    with phases.timed("attach"):
+        attachment = attach(
+            loader.address(server.device_uuid()),
+            server.fingerprint(stat_checkpoint(server.model)),
+            mode=loader.mode,
+            connect_timeout_s=loader.connect_timeout_s,
+            state_timeout_s=loader.state_timeout_s,
+            fallback=loader.fallback,
+            device=server.device,
+            digest=lambda mode: digest_checkpoint(server.model, mode=mode),
+        )
+        map_into(module, attachment)
+    growth = max(0, _private_bytes() - before)
+    source = {
+        "source": "ipc_cache",
+        "attach_ms": round(phases.seconds["attach"] * 1e3, 2),
+        "weights_bytes": attachment.nbytes,
+        "private_growth": round(growth / attachment.nbytes, 5),
+    }
+    return module, attachment, source
+
+
+def _private_bytes() -> int:
+    """Bytes of memory that belong to this process alone (proc(5), smaps_rollup)."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return sum(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Private_"))
