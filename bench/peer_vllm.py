@@ -27,12 +27,8 @@ def sources() -> Path:
     if not (cache / "protocol.py").exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            subprocess.run(
-                [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
-                + ["-d", folder, f"vllm=={VERSION}"],
-                check=True,
-                timeout=1800,
-            )
+            pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir"]
+            subprocess.run([*pip, "--only-binary=:all:", "-d", folder, f"vllm=={VERSION}"], check=True, timeout=1800)
             (wheel,) = Path(folder).glob("*.whl")
             with zipfile.ZipFile(wheel) as archive:
                 seed = archive.read(f"{FOLDER}/seed.py").decode()
