@@ -1,0 +1,237 @@
+"""Adopts a warmup cache: disk, stores, peers, in that order, and local work when none of them will do.
+
+Nothing here may cost more than its budget, and nothing it meets may stop a start: whatever goes wrong ends as
+an `Adoption` that says why, and the rank does the work itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from warmseed.blocking import run_blocking
+from warmseed.errors import WarmseedError, printable
+from warmseed.seeding.artifact import ArtifactKey, object_key
+from warmseed.seeding.channel.errors import ChannelError
+from warmseed.seeding.errors import ArtifactRefused, CannotJudge
+from warmseed.seeding.kinds.base import Installation, Kind, Site
+from warmseed.seeding.manifest import Manifest
+from warmseed.seeding.origins import Origin, StoreOrigin
+from warmseed.seeding.trust import Expected, Trust
+from warmseed.seeding.trust_file import save_marks
+from warmseed.stores.errors import StoreError
+
+__all__ = ["Adopter", "Adoption", "Refusal"]
+
+_log = logging.getLogger(__name__)
+
+INDEX_BYTES = 64 << 20  # bytes in the largest file index ever read
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why one candidate, or one whole origin, was passed over."""
+
+    origin: str
+    reason: str  # a stable word: `ArtifactRefused.reason`, ``unavailable``, ``missing``, ``disk``, ``budget``
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """How the search for one warmup cache ended."""
+
+    kind: str
+    outcome: Literal["present", "installed", "none"]
+    origin: str = ""  # where it came from
+    manifest: Manifest | None = None
+    envelope: bytes = b""  # as signed, so that this node can hand it on
+    installation: Installation | None = None
+    seconds: float = 0.0
+    refusals: tuple[Refusal, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left for local work."""
+        if self.outcome == "present":
+            return True
+        return self.installation is not None and self.installation.complete
+
+
+@dataclass(slots=True)
+class _Search:
+    """One search under way."""
+
+    kind: Kind
+    site: Site
+    expected: Expected
+    refusals: list[Refusal] = field(default_factory=list)
+
+    def refuse(self, origin: str, reason: str, message: str) -> None:
+        _log.info("kind=%s origin=%s refused=%s %s", self.kind.name, origin, reason, printable(message))
+        self.refusals.append(Refusal(origin, reason, message))
+
+
+class Adopter:
+    """Searches the origins in order; the first artifact that is believed and can be installed wins."""
+
+    def __init__(
+        self,
+        origins: Sequence[Origin],
+        *,
+        trust: Trust,
+        state: Path,
+        budget: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`state` is warmseed's own folder, `budget` the seconds one adoption may take in all."""
+        self._origins = origins
+        self._trust = trust
+        self._marks = state / "highest.json"
+        self._staging = state / "staging"
+        self._budget = budget
+        self._clock = clock
+
+    async def adopt(self, kind: Kind, site: Site) -> Adoption:
+        """Have `kind`'s cache in place at `site`, or say why it is not. Never raises for what it finds."""
+        start = time.monotonic()
+        search = _Search(kind, site, await self._expected(kind, site))
+        if await run_blocking(kind.present, site):
+            return Adoption(kind.name, "present", "disk", seconds=time.monotonic() - start)
+        try:
+            async with asyncio.timeout(self._budget):
+                adoption = await self._search(search)
+        except TimeoutError:
+            search.refuse("", "budget", f"nothing was adopted within {self._budget:g} s; this node does the work")
+            adoption = None
+        seconds = time.monotonic() - start
+        if adoption is None:
+            return Adoption(kind.name, "none", seconds=seconds, refusals=tuple(search.refusals))
+        origin, manifest, envelope, installation = adoption
+        return Adoption(
+            kind.name, "installed", origin, manifest, envelope, installation, seconds, tuple(search.refusals)
+        )
+
+    async def known(self, kind: Kind, site: Site) -> tuple[Manifest, bytes] | None:
+        """The newest manifest of `kind` that this node believes, with its envelope; nothing is installed."""
+        expected = await self._expected(kind, site)
+        for origin in self._origins:
+            if not isinstance(origin, StoreOrigin):
+                continue
+            async for envelope in self._candidates(origin, expected.key):
+                try:
+                    return await self._believe(origin, envelope, expected), envelope
+                except ArtifactRefused as error:
+                    _log.info("kind=%s origin=%s refused=%s %s", kind.name, origin.name, error.reason, error)
+        return None
+
+    async def _expected(self, kind: Kind, site: Site) -> Expected:
+        environment = await run_blocking(kind.environment, site)
+        key = ArtifactKey(
+            kind=kind.name,
+            config_hash=site.config_hash,
+            environment_hash=environment.digest,
+            dp_rank=site.dp_rank,
+            world_rank=site.world_rank,
+        )
+        return Expected(
+            key=key, config_digest=site.config_digest, environment=environment, device_index=site.device_index
+        )
+
+    async def _search(self, search: _Search) -> tuple[str, Manifest, bytes, Installation] | None:
+        for origin in self._origins:
+            try:
+                async for envelope in self._candidates(origin, search.expected.key):
+                    found = await self._try(search, origin, envelope)
+                    if found is not None:
+                        return origin.name, found[0], envelope, found[1]
+            except (StoreError, ChannelError) as error:
+                search.refuse(origin.name, "unavailable", str(error))
+        return None
+
+    async def _candidates(self, origin: Origin, key: ArtifactKey) -> AsyncIterator[bytes]:
+        """Envelopes to judge: the pinned generation first, which may be older than the newest few."""
+        known = self._trust.marks.marks.get(key.manifest_folder)
+        if isinstance(origin, StoreOrigin) and (pin := await origin.pin(key)) is not None:
+            generation = self._trust.pinned(pin, key, now=int(self._clock()))
+            if generation is not None and (envelope := await origin.generation(key, generation)) is not None:
+                yield envelope
+        async for envelope in origin.envelopes(key, known=known.generation if known else 0):
+            yield envelope
+
+    async def _try(self, search: _Search, origin: Origin, envelope: bytes) -> tuple[Manifest, Installation] | None:
+        try:
+            manifest = await self._believe(origin, envelope, search.expected)
+            async with self._fetched(manifest, origin) as (payload, index):
+                if self._trust.remember(manifest, search.expected):
+                    await run_blocking(save_marks, self._marks, self._trust.marks)
+                installation = await run_blocking(search.kind.install, manifest, payload, index, search.site)
+        except CannotJudge as error:
+            search.refuse(origin.name, "cannot-judge", str(error))
+        except ArtifactRefused as error:
+            search.refuse(origin.name, error.reason, str(error))
+        except OSError as error:
+            search.refuse(origin.name, "disk", f"{type(error).__name__}: {error}; nothing was installed")
+        except (StoreError, ChannelError) as error:
+            search.refuse(origin.name, "unavailable", str(error))
+        except WarmseedError as error:
+            search.refuse(origin.name, "failed", str(error))
+        else:
+            return manifest, installation
+        return None
+
+    async def _believe(self, origin: Origin, envelope: bytes, expected: Expected) -> Manifest:
+        now = int(self._clock())
+        pin = None
+        if isinstance(origin, StoreOrigin):
+            pin = await origin.pin(expected.key)
+        manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
+        # The fleet may know something about this very payload that its manifest can't say.
+        for other in self._origins:
+            if isinstance(other, StoreOrigin) and (denial := await other.denial(manifest.sha256)) is not None:
+                self._trust.deny(denial, now=now)
+                return self._trust.believe(envelope, expected, now=now, pin=pin)
+        return manifest
+
+    @asynccontextmanager
+    async def _fetched(self, manifest: Manifest, origin: Origin) -> AsyncIterator[tuple[Path, bytes | None]]:
+        """The payload as it lies in stores, and its index; the files are gone again afterwards.
+
+        Raises:
+            ArtifactRefused: when the bytes are not to be had, or are not the promised ones.
+        """
+        await run_blocking(self._staging.mkdir, 0o700, parents=True, exist_ok=True)
+        files: list[Path] = []
+        try:
+            index = None
+            if manifest.index is not None:
+                path = await self._object(
+                    origin, object_key(manifest.index.sha256), manifest.index.sha256, manifest.index.length, files
+                )
+                index = await run_blocking(path.read_bytes)
+            form = manifest.stored or manifest
+            payload = await self._object(origin, manifest.store_key, form.sha256, form.length, files)
+            yield payload, index
+        finally:
+            for file in files:
+                file.unlink(missing_ok=True)
+
+    async def _object(self, origin: Origin, store_key: str, sha256: str, length: int, files: list[Path]) -> Path:
+        # Stores are built for many readers, a peer is busy with its own engines: it is asked last.
+        stores = [o for o in self._origins if isinstance(o, StoreOrigin)]
+        for place in dict.fromkeys([*stores, origin]):
+            try:
+                path = await place.object(store_key, sha256=sha256, length=length, folder=self._staging)
+            except StoreError as error:
+                _log.info("origin=%s object=%s unavailable: %s", place.name, store_key, printable(error))
+                continue
+            if path is not None:
+                files.append(path)
+                return path
+        raise ArtifactRefused("missing", f"{store_key} is described but nowhere to be had")
