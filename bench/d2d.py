@@ -2,6 +2,9 @@
 
 ``python bench/d2d.py [--json] [--only one,clients,strangers,bundle,mirrors]``; with ``--json`` the last line is one
 JSON object. Sources run in processes of their own; every figure compared with another was measured in turns with it.
+
+A fetch of a table ends when it could be written to disk: for us with the bytes that came, their digest taken and their
+JSON parsed; for vLLM with the parsed JSON that came, serialised again, as its `install` does.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import peer_vllm
+import peer_vllm  # beside this file
 from rich.console import Console
 from rich.table import Table
 
@@ -131,6 +134,7 @@ class Bench:
     def __init__(self, token_file: Path, table: Path) -> None:
         self.token_file = token_file
         self.table = table
+        self.digest = hashlib.sha256(table.read_bytes()).digest()
         (self.token,) = read_tokens(file=token_file, environ={})
         self.client = SeedClient([self.token], instance=new_instance())
         self.request = DescribeRequest(
@@ -145,7 +149,7 @@ class Bench:
 
     async def fetch_ours(self, port: int) -> None:
         found = await self.client.describe(Endpoint("127.0.0.1", port), self.request)
-        if found is None or len(json.loads(found.payload)) < 2:  # parsed, because vLLM's client parses too
+        if found is None or hashlib.sha256(found.payload).digest() != self.digest or not json.loads(found.payload):
             raise RuntimeError("no table")
 
     def fetch_vllm(self, port: int) -> None:
@@ -154,6 +158,8 @@ class Bench:
         answer = transport.request({"kind": peer_vllm.KIND, "config_hash": "c0" * 32, "dp_rank": 0, "rank": 0})
         if answer is None or answer["status"] != "ok":
             raise RuntimeError(f"no table: {answer}")
+        ((_, table),) = answer["payload"].items()
+        json.dumps(table).encode()
 
     @property
     def vllm(self) -> Any:
