@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from warmseed.seeding.artifact import ArtifactKey
-from warmseed.seeding.manifest import MANIFEST_BYTES
+from warmseed.seeding.manifest import MANIFEST_BYTES, Manifest
 from warmseed.stores.chain import Chain
 
 __all__ = ["Catalog"]
@@ -62,8 +62,10 @@ class Catalog:
         """The envelope of one generation, or `None`."""
         return await self._store.get(key.manifest_key(generation), limit=MANIFEST_BYTES)
 
-    async def append(self, key: ArtifactKey, sign: Callable[[int], bytes], *, known: int = 0) -> int:
-        """Write the next generation, as `sign` makes it; the generation's number.
+    async def append(
+        self, key: ArtifactKey, sign: Callable[[int], tuple[Manifest, bytes]], *, known: int = 0
+    ) -> tuple[Manifest, bytes]:
+        """Write the next generation, as `sign` makes it of its number; what was written.
 
         Two nodes that publish at once may take the same number in a store without compare-and-set; one of the
         two equivalent manifests then stands, and each node keeps its own on its own disk.
@@ -72,9 +74,10 @@ class Catalog:
             StoreError: when the store did not take it.
         """
         generation = max(await self.newest(key, known=known), known) + 1
-        await self._store.put(key.manifest_key(generation), sign(generation))
+        manifest, envelope = sign(generation)
+        await self._store.put(key.manifest_key(generation), envelope)
         await self._store.put(key.head_key, str(generation).encode())
-        return generation
+        return manifest, envelope
 
     async def _head(self, key: ArtifactKey) -> int:
         """The highest hint of any tier: a node's own disk does not learn what others publish."""
