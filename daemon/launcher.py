@@ -24,7 +24,7 @@ import msgspec
 from warmseed.daemon import http, rendezvous
 from warmseed.daemon.board import Board, RankState
 from warmseed.daemon.config import PreloadConfig
-from warmseed.daemon.logs import event
+from warmseed.daemon.logs import RANK_VARIABLE, event
 from warmseed.daemon.metrics import Exposition
 from warmseed.daemon.notify import Notifier
 from warmseed.daemon.pages import status_page, status_record
@@ -199,6 +199,7 @@ class _Launcher:
                 spec.name,
                 (*self._command, "--spec-fd", str(spec_fd), "--status-fd", str(status_theirs)),
                 launch_id=self._launch_id,
+                env={RANK_VARIABLE: spec.name},
                 pass_fds=passed,
             )
             kept.hand_over(status_ours, orders_ours)

@@ -61,3 +61,15 @@ def test_closed_stream_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     out.close()
     log().warning("lost")
     assert capsys.readouterr().err == ""
+
+
+def test_rank_logs_in_its_launchers_form_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(logs.RANK_VARIABLE, "draft-3")
+    text, lines = io.StringIO(), io.StringIO()
+    logs.install(stream=text)
+    log().warning("hello")
+    monkeypatch.setenv(logs.FORMAT_VARIABLE, "json")
+    logs.install(stream=lines)
+    log().warning("hello")
+    assert "WARNING [draft-3] warmseed.daemon.test: hello" in text.getvalue()
+    assert json.loads(lines.getvalue())["rank"] == "draft-3"
