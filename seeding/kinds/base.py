@@ -49,7 +49,6 @@ class Capture:
     index: bytes | None = None  # bundles: the file index
     provenance: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)  # file or cache -> why it is not in the payload
-    also: tuple[str, ...] = ()  # further store keys for the same bytes, such as the one stock vLLM looks under
 
 
 @dataclass(frozen=True, slots=True)
