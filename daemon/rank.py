@@ -14,7 +14,6 @@ import asyncio
 import gc
 import logging
 import os
-import secrets
 import signal
 import sys
 import time
@@ -42,6 +41,7 @@ from warmseed.daemon.status import (
     next_order,
     orders,
 )
+from warmseed.daemon.tally import Tally
 from warmseed.daemon.weights.export import Exported, export_model
 from warmseed.daemon.weights.fingerprint import Fingerprint
 from warmseed.daemon.weights.server import WeightServer
@@ -70,6 +70,8 @@ class Rank:
         root = spec.config.cache_root
         self.cache_root = default_cache_root() if root is None else Path(root).absolute()
         self._adoptions: dict[str, Adoption] = {}
+        self._tally = Tally()
+        self._released = 0  # bytes
 
     async def run(self) -> None:
         """Start, then serve until the rank is told to stop.
@@ -104,7 +106,7 @@ class Rank:
             with phase("snapshot"):
                 await run_blocking(prepare_cache_root, self.cache_root)
                 site = await run_blocking(self._site)
-                seeds = await stack.enter_async_context(Seeds.opened(self.spec, self.cache_root))
+                seeds = await stack.enter_async_context(Seeds.opened(self.spec, self.cache_root, observer=self._tally))
             kinds = self.engine.kinds()
             for kind in (k for k in kinds if k.name in BEFORE_LOAD):
                 await self._adopt(seeds, kind, site)
@@ -116,7 +118,8 @@ class Rank:
             await self._rehearse(server)
             captures = await self._capture(seeds, kinds, site, judge)
             with phase("release") as report:
-                report.detail["released_bytes"] = await run_blocking(self._release)
+                self._released = await run_blocking(self._release)
+                report.detail["released_bytes"] = self._released
             with phase("bind"):
                 await stack.enter_async_context(server.serving(lock=lock))
                 self.status.send(Serving(str(lock.address), time.monotonic()))
@@ -169,7 +172,7 @@ class Rank:
                 report.detail["refused"] = "; ".join(
                     f"{printable(r.origin, limit=40)}: {r.reason}" for r in adoption.refusals[-4:]
                 )
-        self.status.refused(refusal.reason for refusal in adoption.refusals)
+        self._tally.refused(refusal.reason for refusal in adoption.refusals)
 
     async def _weights(self, preparing: asyncio.Task[None]) -> tuple[Exported, Fingerprint]:
         with self.status.phase("import"):
@@ -249,6 +252,9 @@ class Rank:
             for pid in attached - now:
                 self.status.send(EngineDetached(pid))
             attached = now
+            self.status.send(
+                self._tally.metrics(engines=len(now), weights=server.memory().nbytes, released=self._released)
+            )
             self.status.send(Alive())
             await asyncio.sleep(HEARTBEAT)
 
@@ -285,7 +291,7 @@ def main() -> None:
     except WarmseedError as error:
         status.send(Failed(printable(error, limit=1000), 1))
         code = 1
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever an engine raises must reach the launcher as a reason
         _log.exception("this rank broke; the launcher ends the group")
         status.send(Failed(f"{type(error).__name__}: {printable(error, limit=1000)}", 1))
         code = 1

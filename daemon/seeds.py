@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -16,16 +15,18 @@ from warmseed.errors import WarmseedError, printable
 from warmseed.seeding.adopt import Adopter, Adoption
 from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.channel.client import SeedClient, new_instance
+from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.server import SeedServer
 from warmseed.seeding.environment import Environment
-from warmseed.seeding.keys import Keyring, PublicKey, PublisherKey
-from warmseed.seeding.kinds.base import Kind, Site
+from warmseed.seeding.keys import Keyring, PublisherKey
+from warmseed.seeding.kinds.base import Capture, Kind, Site, Verdict
 from warmseed.seeding.origins import Origin, PeerOrigin, StoreOrigin
-from warmseed.seeding.publish import Publication, Publisher
+from warmseed.seeding.publish import Publisher
 from warmseed.seeding.shelf import Shelf
 from warmseed.seeding.token import MANIFEST_LABEL, Token, read_tokens
 from warmseed.seeding.trust import Trust
 from warmseed.seeding.trust_file import load_marks
+from warmseed.stores.base import Observer
 from warmseed.stores.chain import Chain
 from warmseed.stores.registry import open_stores
 
@@ -55,7 +56,7 @@ class Seeds:
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, spec: RankSpec, cache_root: Path) -> AsyncIterator[Seeds]:
+    async def opened(cls, spec: RankSpec, cache_root: Path, *, observer: Observer) -> AsyncIterator[Seeds]:
         """The seeding side of `spec`'s rank; its listener runs for as long as the block.
 
         Raises:
@@ -66,9 +67,10 @@ class Seeds:
         file = None if config.seed_token_file is None else Path(config.seed_token_file)
         arguments = () if config.seed_token is None else (config.seed_token.reveal(),)
         tokens = await run_blocking(read_tokens, file=file, arguments=arguments, environ={})
-        keys, keyring = await run_blocking(_keys, spec, tokens)
-        stores = config.warmup_cache_stores if len(keyring) or config.allow_unsigned else ()
-        chain = await open_stores(stores, cache_folder=state, writes=config.store_writes)
+        keys, keyring = await run_blocking(_keys, spec, tokens, state)
+        shared = bool(tokens or config.seed_signing_key or config.seed_trusted_keys or config.allow_unsigned)
+        stores = config.warmup_cache_stores if shared else ()
+        chain = await open_stores(stores, folder=state / "store", writes=config.store_writes, observer=observer)
         try:
             marks = await run_blocking(load_marks, state / "highest.json")
             seeds = cls(chain, trust=Trust(keyring, marks=marks), keys=keys, tokens=tokens, spec=spec, state=state)
@@ -85,16 +87,18 @@ class Seeds:
         """Have `kind`'s cache in place, from the disk, the stores or a peer; or say why not."""
         environment = await run_blocking(kind.environment, site)
         self.shelf.warming(kind.name, environment)
-        adopter = Adopter(
+        adoption = await self._adopter(environment).adopt(kind, site)
+        if adoption.manifest is not None:
+            self.shelf.put(_key(kind.name, site, environment), adoption.envelope, adoption.manifest)
+        return adoption
+
+    def _adopter(self, environment: Environment) -> Adopter:
+        return Adopter(
             self._origins(environment),
             trust=self._trust,
             state=self._state,
             budget=self._spec.config.seed_budget + self._spec.config.seed_wait,
         )
-        adoption = await adopter.adopt(kind, site)
-        if adoption.manifest is not None:
-            self._hand_on(kind.name, site, environment, adoption)
-        return adoption
 
     def _origins(self, environment: Environment) -> list[Origin]:
         if not len(self._trust.keyring):
@@ -104,35 +108,49 @@ class Seeds:
             client = SeedClient(self._tokens, instance=self._instance)
             wait = self._spec.config.seed_wait
             origins += [
-                PeerOrigin(client, source, wait=wait, environment=environment) for source in self._spec.seed_sources
+                PeerOrigin(client, Endpoint(source.host, source.port), wait=wait, environment=environment)
+                for source in self._spec.seed_sources
             ]
         return origins
 
-    def _hand_on(self, kind: str, site: Site, environment: Environment, adoption: Adoption) -> None:
-        if adoption.manifest is not None:
-            self.shelf.put(_key(kind, site, environment), adoption.envelope, adoption.manifest)
+    async def hand_on(self, kind: Kind, site: Site) -> bool:
+        """Serve peers what this node has and has published before; whether there is such a publication."""
+        environment = await run_blocking(kind.environment, site)
+        found = await self._adopter(environment).known(kind, site)
+        if found is None:
+            return False
+        manifest, envelope = found
+        self.shelf.put(_key(kind.name, site, environment), envelope, manifest)
+        return True
 
-    async def publish(self, kind: Kind, site: Site) -> Publication | None:
-        """Publish what this node has of `kind`, to the disk now and to the stores in the background.
-
-        `None` when there is nothing to publish, or no key to sign with. Failures are logged: they cost the fleet
-        a generation, never this node its start.
-        """
+    async def capture(self, kind: Kind, site: Site) -> Capture | None:
+        """What this node has of `kind`, ready to be published; `None` for nothing, or nothing fit to publish."""
         if not self._keys:
             return None
         try:
-            capture = await run_blocking(kind.capture, site)
-            if capture is None:
-                return None
-            publisher = Publisher(self.chain, self._keys, state=self._state, publisher=socket.gethostname())
-            publication = await publisher.publish(capture, kind.name, site)
+            return await run_blocking(kind.capture, site)
         except (WarmseedError, OSError) as error:
-            _log.warning("kind=%s not published: %s", kind.name, printable(error, limit=500))
+            _log.warning("kind=%s not captured, so not published: %s", kind.name, printable(error, limit=500))
             return None
-        finally:
-            self.shelf.settled(kind.name)
-        self.shelf.put(_key(kind.name, site, capture.environment), publication.envelope, publication.manifest)
-        return publication
+
+    async def publish(self, captures: Sequence[tuple[Kind, Capture]], site: Site) -> None:
+        """Publish to the disk, then the stores. A failure costs the fleet a generation, never this node its start."""
+        publisher = Publisher(self.chain, self._keys, publisher=socket.gethostname())
+        for kind, capture in captures:
+            try:
+                published = await publisher.publish(capture, kind.name, site)
+            except (WarmseedError, OSError) as error:
+                _log.warning("kind=%s not published: %s", kind.name, printable(error, limit=500))
+            else:
+                key = _key(kind.name, site, capture.environment)
+                self.shelf.put(key, published.envelope, published.manifest)
+            finally:
+                await run_blocking(capture.payload.unlink, missing_ok=True)
+        self.shelf.settled()
+
+    async def judged(self, adoption: Adoption, verdict: Verdict, saved: float) -> None:
+        """Remember whether an adopted artifact was used, and what it saved."""
+        del adoption, verdict, saved
 
 
 def _key(kind: str, site: Site, environment: Environment) -> ArtifactKey:
@@ -145,13 +163,16 @@ def _key(kind: str, site: Site, environment: Environment) -> ArtifactKey:
     )
 
 
-def _keys(spec: RankSpec, tokens: Sequence[Token]) -> tuple[list[PublisherKey], Keyring]:
+def _keys(spec: RankSpec, tokens: Sequence[Token], state: Path) -> tuple[list[PublisherKey], Keyring]:
     """Who signs here, and who is believed.
 
-    One token is enough: a publisher key follows from it. Where trusted keys are listed, only those count.
+    One token is enough: a publisher key follows from it. Where trusted keys are listed, only those count. Without
+    either, the node believes itself alone, so that its own next start finds what this one made.
     """
     config = spec.config
     derived = [PublisherKey(f"token-{token.key_id}", token.derive(MANIFEST_LABEL)) for token in tokens]
+    if not derived and config.seed_signing_key is None and not config.seed_trusted_keys:
+        derived = [_node_key(state / "node.key")]
     signing = [] if config.seed_signing_key is None else [PublisherKey.load(Path(config.seed_signing_key))]
     if not config.seed_trusted_keys:
         keys = signing or derived
@@ -160,3 +181,16 @@ def _keys(spec: RankSpec, tokens: Sequence[Token]) -> tuple[list[PublisherKey], 
     for entry in config.seed_trusted_keys:
         lines += Path(entry).read_text().splitlines() if ":" not in entry else [entry]
     return signing, Keyring.parse(lines)
+
+
+def _node_key(path: Path) -> PublisherKey:
+    """This node's own key, made at its first start."""
+    try:
+        if not path.exists():
+            PublisherKey.generate("node").save(path)
+    except FileExistsError:  # another rank of this node was first
+        pass
+    except OSError as error:
+        _log.warning("%s can't be written (%s): the next start will not find what this one makes", path, error)
+        return PublisherKey.generate("node")
+    return PublisherKey.load(path)

@@ -23,7 +23,6 @@ from warmseed.seeding.errors import ArtifactRefused, CannotJudge
 from warmseed.seeding.kinds.base import Installation, Kind, Site
 from warmseed.seeding.manifest import Manifest
 from warmseed.seeding.origins import Origin, StoreOrigin
-from warmseed.seeding.payload import decompress
 from warmseed.seeding.trust import Expected, Trust
 from warmseed.seeding.trust_file import save_marks
 from warmseed.stores.errors import StoreError
@@ -102,16 +101,7 @@ class Adopter:
     async def adopt(self, kind: Kind, site: Site) -> Adoption:
         """Have `kind`'s cache in place at `site`, or say why it is not. Never raises for what it finds."""
         start = time.monotonic()
-        environment = await run_blocking(kind.environment, site)
-        key = ArtifactKey(
-            kind=kind.name,
-            config_hash=site.config_hash,
-            environment_hash=environment.digest,
-            dp_rank=site.dp_rank,
-            world_rank=site.world_rank,
-        )
-        search = _Search(kind, site, Expected(key=key, config_digest=site.config_digest, environment=environment,
-                                              device_index=site.device_index))
+        search = _Search(kind, site, await self._expected(kind, site))
         if await run_blocking(kind.present, site):
             return Adoption(kind.name, "present", "disk", seconds=time.monotonic() - start)
         try:
@@ -126,6 +116,32 @@ class Adopter:
         origin, manifest, envelope, installation = adoption
         return Adoption(
             kind.name, "installed", origin, manifest, envelope, installation, seconds, tuple(search.refusals)
+        )
+
+    async def known(self, kind: Kind, site: Site) -> tuple[Manifest, bytes] | None:
+        """The newest manifest of `kind` that this node believes, with its envelope; nothing is installed."""
+        expected = await self._expected(kind, site)
+        for origin in self._origins:
+            if not isinstance(origin, StoreOrigin):
+                continue
+            async for envelope in self._candidates(origin, expected.key):
+                try:
+                    return await self._believe(origin, envelope, expected), envelope
+                except ArtifactRefused as error:
+                    _log.info("kind=%s origin=%s refused=%s %s", kind.name, origin.name, error.reason, error)
+        return None
+
+    async def _expected(self, kind: Kind, site: Site) -> Expected:
+        environment = await run_blocking(kind.environment, site)
+        key = ArtifactKey(
+            kind=kind.name,
+            config_hash=site.config_hash,
+            environment_hash=environment.digest,
+            dp_rank=site.dp_rank,
+            world_rank=site.world_rank,
+        )
+        return Expected(
+            key=key, config_digest=site.config_digest, environment=environment, device_index=site.device_index
         )
 
     async def _search(self, search: _Search) -> tuple[str, Manifest, bytes, Installation] | None:
@@ -185,7 +201,7 @@ class Adopter:
 
     @asynccontextmanager
     async def _fetched(self, manifest: Manifest, origin: Origin) -> AsyncIterator[tuple[Path, bytes | None]]:
-        """The payload as packed, and its index; the files are gone again afterwards.
+        """The payload as it lies in stores, and its index; the files are gone again afterwards.
 
         Raises:
             ArtifactRefused: when the bytes are not to be had, or are not the promised ones.
@@ -199,15 +215,8 @@ class Adopter:
                     origin, object_key(manifest.index.sha256), manifest.index.sha256, manifest.index.length, files
                 )
                 index = await run_blocking(path.read_bytes)
-            if manifest.stored is None:
-                payload = await self._object(origin, manifest.store_key, manifest.sha256, manifest.length, files)
-            else:
-                stored = manifest.stored
-                packed = await self._object(origin, manifest.store_key, stored.sha256, stored.length, files)
-                payload = await run_blocking(
-                    decompress, packed, self._staging, sha256=manifest.sha256, length=manifest.length
-                )
-                files.append(payload)
+            form = manifest.stored or manifest
+            payload = await self._object(origin, manifest.store_key, form.sha256, form.length, files)
             yield payload, index
         finally:
             for file in files:

@@ -10,15 +10,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from warmseed.blocking import run_blocking
 from warmseed.seeding.artifact import ArtifactKey, object_key
 from warmseed.seeding.catalog import Catalog
 from warmseed.seeding.keys import PublisherKey
 from warmseed.seeding.kinds.base import Capture, Site
-from warmseed.seeding.manifest import Index, Manifest, Stored, sign_manifest
-from warmseed.seeding.payload import compress
+from warmseed.seeding.manifest import Index, Manifest, sign_manifest
 from warmseed.seeding.trust import DAY
 from warmseed.stores.base import Body
 from warmseed.stores.chain import Chain
@@ -46,15 +43,13 @@ class Publisher:
         chain: Chain,
         keys: Sequence[PublisherKey],
         *,
-        state: Path,
         publisher: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`keys` sign, `publisher` names this node for people, `state` is warmseed's own folder."""
-        self._store = chain
+        """`keys` sign, `publisher` names this node for people."""
+        self._chain = chain
         self._catalog = Catalog(chain)
         self._keys = keys
-        self._staging = state / "staging"
         self._publisher = publisher
         self._clock = clock
 
@@ -72,7 +67,10 @@ class Publisher:
             dp_rank=site.dp_rank,
             world_rank=site.world_rank,
         )
-        stored = await self._put_payload(capture)
+        # A large body is written to the shared stores from the disk's copy, a small one from memory: the file at
+        # `capture.payload` may go as soon as this returns.
+        for store_key in (capture.store_key, *capture.also):
+            await self._chain.put(store_key, Body.file(capture.payload))
         index = None
         if capture.index is not None:
             index = await self._put_index(capture.index)
@@ -91,7 +89,7 @@ class Publisher:
                 filename=capture.filename,
                 sha256=capture.sha256,
                 length=capture.length,
-                stored=stored,
+                stored=capture.stored,
                 index=index,
                 environment=dict(capture.environment),
                 generation=generation,
@@ -103,26 +101,14 @@ class Publisher:
             return manifest, sign_manifest(manifest, self._keys)
 
         manifest, envelope = await self._catalog.append(key, sign, known=known)
+        form = capture.stored or manifest
         _log.info(
             "kind=%s published generation=%d bytes=%d stored=%d",
-            *(kind, manifest.generation, capture.length, stored.length if stored else capture.length),
+            *(kind, manifest.generation, capture.length, form.length),
         )
         return Publication(manifest, envelope)
 
-    async def _put_payload(self, capture: Capture) -> Stored | None:
-        if capture.index is None:  # a small table: as it is, so that stock readers can use it too
-            for store_key in (capture.store_key, *capture.also):
-                await self._store.put(store_key, Body.file(capture.payload))
-            return None
-        await run_blocking(self._staging.mkdir, 0o700, parents=True, exist_ok=True)
-        packed, stored = await run_blocking(compress, capture.payload, self._staging)
-        try:
-            await self._store.put(capture.store_key, Body.file(packed))
-        finally:
-            packed.unlink(missing_ok=True)
-        return stored
-
     async def _put_index(self, index: bytes) -> Index:
         digest = hashlib.sha256(index).hexdigest()
-        await self._store.put(object_key(digest), index)
+        await self._chain.put(object_key(digest), index)
         return Index(digest, len(index))

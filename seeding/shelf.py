@@ -46,9 +46,9 @@ class Shelf:
         self._warming.add(kind)
         self._expected[kind] = environment
 
-    def settled(self, kind: str) -> None:
-        """Nothing more will come of `kind`."""
-        self._warming.discard(kind)
+    def settled(self) -> None:
+        """Nothing more will come: what is not here by now is a miss."""
+        self._warming.clear()
 
     def put(self, key: ArtifactKey, envelope: bytes, manifest: Manifest) -> None:
         """Hand on what this node has verified or made."""
@@ -60,7 +60,7 @@ class Shelf:
             self._objects[manifest.sha256] = _Object(manifest.store_key, manifest.length)
         if manifest.index is not None:
             self._objects[manifest.index.sha256] = _Object(object_key(manifest.index.sha256), manifest.index.length)
-        self.settled(key.kind)
+        self._warming.discard(key.kind)
 
     def take_down(self, sha256: str) -> None:
         """Stop handing on the payload with this digest."""

@@ -2,11 +2,15 @@
 
 A back end writes `_open`, `_write` and `_stat`. Key checks, byte caps, whole-operation deadlines,
 error wrapping and counting live here, so that no back end can forget them.
+
+One key must not be the folder of another (`a` and `a/b`): a store that keeps objects as files can
+hold only one of them, and refuses the other with a `StoreError`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from abc import ABC, abstractmethod
@@ -17,8 +21,9 @@ from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
 from warmseed.blocking import run_blocking
-from warmseed.errors import WarmseedError, printable
-from warmseed.stores.errors import InvalidKey, ObjectInvalid, StoreError, StoreFull, StoreUnavailable
+from warmseed.errors import printable
+from warmseed.stores.errors import InvalidKey, ObjectInvalid, StoreError, StoreFull, StoreTimeout
+from warmseed.stores.guards import GuardedReader, checked_chunks, wrapped
 
 __all__ = [
     "CHUNK",
@@ -31,6 +36,8 @@ __all__ = [
     "Store",
     "StoreLimits",
     "check_key",
+    "length_from",
+    "outcome_of",
 ]
 
 CHUNK = 1 << 20  # bytes in one piece of a streamed object
@@ -64,7 +71,7 @@ class ObjectInfo:
 class StoreLimits:
     """How long and how much one store may take."""
 
-    deadline: float = 10.0  # seconds for a whole small operation (get, put, stat)
+    deadline: float = 10.0  # seconds for a whole small operation, for opening a stream, and for each piece of one
     stream_deadline: float = 600.0  # seconds for a whole streamed read or write
     object_bytes: int = 16 << 30  # bytes in the largest object ever written
 
@@ -115,6 +122,10 @@ class Body:
         """All the bytes at once; for small bodies."""
         return b"".join([piece async for piece in self.chunks()])
 
+    def checked(self, store: str, key: str) -> Body:
+        """The same body, whose iteration raises `ObjectInvalid` when it is not exactly `size` bytes long."""
+        return Body(self.size, lambda: checked_chunks(self.chunks(), self.size, store, key), self.path)
+
 
 @runtime_checkable
 class ObjectReader(Protocol):
@@ -122,7 +133,7 @@ class ObjectReader(Protocol):
 
     @property
     def size(self) -> int:
-        """Length in bytes, as the store states it."""
+        """How many bytes this reader yields, as the store states it: the object's length less the offset."""
         ...
 
     def __aiter__(self) -> AsyncIterator[bytes]: ...
@@ -142,7 +153,10 @@ class Store(Protocol):
         ...
 
     def open(self, key: str, *, limit: int, offset: int = 0) -> AbstractAsyncContextManager[ObjectReader | None]:
-        """The object from `offset` on as a stream, in constant memory, or `None` for a miss."""
+        """The object from `offset` on as a stream, in constant memory, or `None` for a miss.
+
+        An `offset` past the end is an `ObjectInvalid`; one at the end is an empty stream.
+        """
         ...
 
     async def put(self, key: str, body: Body | bytes) -> None:
@@ -175,7 +189,8 @@ class Observer(Protocol):
     """Told of every finished operation; metrics plug in here."""
 
     def __call__(self, *, store: str, operation: str, outcome: str, size: int, seconds: float) -> None:
-        """`outcome` is ``hit``, ``miss``, ``stored``, ``invalid``, ``full``, ``unavailable`` or ``cancelled``."""
+        """`outcome` is ``hit``, ``miss``, ``stored``, ``invalid``, ``full``, ``timeout``, ``unavailable``,
+        ``refused`` (a breaker is open; the store was not asked) or ``cancelled``."""
         ...
 
 
@@ -185,10 +200,10 @@ def _ignore(*, store: str, operation: str, outcome: str, size: int, seconds: flo
 class BaseStore(ABC):
     """The contract's common half; a back end subclasses it and writes three methods."""
 
-    def __init__(self, name: str, *, limits: StoreLimits | None = None, observer: Observer = _ignore) -> None:
+    def __init__(self, name: str, *, limits: StoreLimits | None = None, observer: Observer | None = None) -> None:
         self._name = name
         self.limits = limits or StoreLimits()
-        self.observer = observer
+        self.observer = observer or _ignore
 
     @property
     def name(self) -> str:
@@ -205,20 +220,33 @@ class BaseStore(ABC):
 
     @abstractmethod
     async def _write(self, key: str, body: Body) -> None:
-        """Make the object visible whole, or raise; leave nothing half-visible when cancelled."""
+        """Make the object visible whole, or raise; leave nothing half-visible when cancelled.
+
+        Iterating `body` raises `ObjectInvalid` when it is not exactly ``body.size`` bytes long.
+        """
 
     @abstractmethod
     async def _stat(self, key: str) -> ObjectInfo | None:
         """Size of the object, or `None`."""
 
+    async def _get(self, key: str, limit: int) -> bytes | None:
+        """The whole small object; worth writing where one round trip can do it."""
+        async with self._open(key, 0) as reader:
+            if reader is None:
+                return None
+            guarded = GuardedReader(reader, self.name, key, limit)
+            return b"".join([piece async for piece in guarded.checked()])
+
     # What every caller uses ------------------------------------------------------------------
 
     async def get(self, key: str, *, limit: int) -> bytes | None:
+        check_key(key)
+
         async def work() -> bytes | None:
-            async with self._open(check_key(key), 0) as reader:
-                if reader is None:
-                    return None
-                return b"".join([piece async for piece in _capped(reader, self.name, key, limit)])
+            value = await self._get(key, limit)
+            if value is not None and len(value) > limit:
+                raise ObjectInvalid(f"{self.name}: {key} has {len(value)} bytes, over the limit of {limit}; dropped")
+            return value
 
         return await self._timed("get", key, self.limits.deadline, work, _size_of)
 
@@ -226,25 +254,38 @@ class BaseStore(ABC):
     async def open(self, key: str, *, limit: int, offset: int = 0) -> AsyncIterator[ObjectReader | None]:
         check_key(key)
         start = time.monotonic()
-        outcome = "unavailable"
+        outcome, guarded = "cancelled", None
+        manager = self._open(key, offset)
         try:
-            async with asyncio.timeout(self.limits.stream_deadline):
-                async with _wrapped(self.name, "open", key), self._open(key, offset) as reader:
-                    if reader is None:
-                        outcome = "miss"
-                        yield None
-                    else:
-                        yield _Guarded(reader, self.name, key, limit)
-                        outcome = "hit"
-        except TimeoutError as error:
-            raise StoreUnavailable(
-                f"{self.name}: reading {key} took over {self.limits.stream_deadline:g} s; treated as a miss"
-            ) from error
-        except ObjectInvalid:
-            outcome = "invalid"
+            async with wrapped(self.name, "open", key, self.limits.deadline):
+                reader = await manager.__aenter__()
+            try:
+                if reader is None:
+                    outcome = "miss"
+                    yield None
+                else:
+                    until = asyncio.get_running_loop().time() + self.limits.stream_deadline
+                    guarded = GuardedReader(reader, self.name, key, limit, until=until, stall=self.limits.deadline)
+                    yield guarded
+                    outcome = "hit"
+            except BaseException as error:
+                # The caller's own failure passes as it is; the back end is told of it, and only cleans up.
+                if guarded is not None:
+                    await guarded.aclose()
+                with contextlib.suppress(Exception):
+                    async with asyncio.timeout(self.limits.deadline):
+                        await manager.__aexit__(type(error), error, error.__traceback__)
+                raise
+            else:
+                if guarded is not None:
+                    await guarded.aclose()
+                async with wrapped(self.name, "close", key, self.limits.deadline):
+                    await manager.__aexit__(None, None, None)
+        except StoreError as error:
+            outcome = outcome_of(error)
             raise
         finally:
-            self._observe("open", outcome, 0, start)
+            self._observe("open", outcome, guarded.seen if guarded else 0, start)
 
     async def put(self, key: str, body: Body | bytes) -> None:
         value = Body.of(body) if isinstance(body, bytes) else body
@@ -255,18 +296,19 @@ class BaseStore(ABC):
             )
         small = value.size <= 4 * CHUNK
         deadline = self.limits.deadline if small else self.limits.stream_deadline
+        checked = value.checked(self.name, key)
 
         async def work() -> int:
-            await self._write(key, value)
+            await self._write(key, checked)
             return value.size
 
         await self._timed("put", key, deadline, work, lambda size: ("stored", size))
 
     async def stat(self, key: str) -> ObjectInfo | None:
-        async def work() -> ObjectInfo | None:
-            return await self._stat(check_key(key))
-
-        return await self._timed("stat", key, self.limits.deadline, work, lambda i: ("hit" if i else "miss", 0))
+        check_key(key)
+        return await self._timed(
+            "stat", key, self.limits.deadline, lambda: self._stat(key), lambda i: ("hit" if i else "miss", 0)
+        )
 
     async def aclose(self) -> None:  # noqa: B027 - most back ends hold nothing
         """Let go of what the back end holds; nothing, unless it says otherwise."""
@@ -279,24 +321,17 @@ class BaseStore(ABC):
         key: str,
         deadline: float,
         work: Callable[[], Awaitable[T]],
-        outcome_of: Callable[[T], tuple[str, int]],
+        result_of: Callable[[T], tuple[str, int]],
     ) -> T:
         start = time.monotonic()
         outcome, size = "cancelled", 0
         try:
-            async with asyncio.timeout(deadline):
-                async with _wrapped(self.name, operation, key):
-                    result = await work()
-            outcome, size = outcome_of(result)
+            async with wrapped(self.name, operation, key, deadline):
+                result = await work()
+            outcome, size = result_of(result)
             return result
-        except TimeoutError as error:
-            outcome = "unavailable"
-            raise StoreUnavailable(f"{self.name}: {operation} {key} took over {deadline:g} s; given up") from error
-        except ObjectInvalid:
-            outcome = "invalid"
-            raise
         except StoreError as error:
-            outcome = "full" if isinstance(error, StoreFull) else "unavailable"
+            outcome = outcome_of(error)
             raise
         finally:
             self._observe(operation, outcome, size, start)
@@ -307,48 +342,25 @@ class BaseStore(ABC):
         )
 
 
-@asynccontextmanager
-async def _wrapped(store: str, operation: str, key: str) -> AsyncIterator[None]:
-    """Turn whatever a back end's library raises into a `StoreUnavailable` that names key and tier."""
-    try:
-        yield
-    except (WarmseedError, TimeoutError):
-        raise
-    except Exception as error:
-        raise StoreUnavailable(
-            f"{store}: {operation} {key} failed: {type(error).__name__}: {printable(error)}"
-        ) from error
+def outcome_of(error: StoreError) -> str:
+    """The word an `Observer` is told for `error`."""
+    if isinstance(error, StoreTimeout):
+        return "timeout"
+    if isinstance(error, StoreFull):
+        return "full"
+    return "invalid" if isinstance(error, ObjectInvalid | InvalidKey) else "unavailable"
+
+
+def length_from(size: int, offset: int, store: str, key: str) -> int:
+    """How many bytes are left of `size` from `offset` on.
+
+    Raises:
+        ObjectInvalid: when `offset` lies outside the object.
+    """
+    if not 0 <= offset <= size:
+        raise ObjectInvalid(f"{store}: {key} has {size} bytes, none at offset {offset}; nothing was read")
+    return size - offset
 
 
 def _size_of(value: bytes | None) -> tuple[str, int]:
     return ("miss", 0) if value is None else ("hit", len(value))
-
-
-async def _capped(reader: ObjectReader, store: str, key: str, limit: int) -> AsyncIterator[bytes]:
-    """The reader's pieces, refused as soon as they are more than `limit` or differ from the stated size."""
-    if reader.size > limit:
-        raise ObjectInvalid(f"{store}: {key} states {reader.size} bytes, over the limit of {limit}; not read")
-    seen = 0
-    async for piece in reader:
-        seen += len(piece)
-        if seen > limit or seen > reader.size:
-            raise ObjectInvalid(f"{store}: {key} sent more than the {reader.size} bytes it stated; dropped")
-        yield piece
-    if seen != reader.size:
-        raise ObjectInvalid(f"{store}: {key} stopped after {seen} of {reader.size} bytes; dropped")
-
-
-class _Guarded:
-    """An `ObjectReader` that checks lengths and names store and key in every failure."""
-
-    def __init__(self, reader: ObjectReader, store: str, key: str, limit: int) -> None:
-        self._reader, self._store, self._key, self._limit = reader, store, key, limit
-
-    @property
-    def size(self) -> int:
-        return self._reader.size
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async with _wrapped(self._store, "read", self._key):
-            async for piece in _capped(self._reader, self._store, self._key, self._limit):
-                yield piece

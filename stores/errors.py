@@ -1,7 +1,8 @@
 """What can go wrong with a store.
 
 StoreError
-├── StoreUnavailable   the tier is down, slow, hung or refusing: try the next one, perhaps later this one
+├── StoreUnavailable   the tier is down or refusing: try the next one, perhaps later this one
+│   └── StoreTimeout   the tier did not answer within its deadline: asking again at once would cost it again
 ├── StoreFull          no room for this object: do not retry, the rest of the tier still works
 ├── ObjectInvalid      the bytes are not what was promised: acts as a miss, and is counted
 └── InvalidKey         the key breaks the key grammar: a bug in the caller or a hostile name
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from warmseed.errors import WarmseedError
 
-__all__ = ["InvalidKey", "ObjectInvalid", "StoreError", "StoreFull", "StoreUnavailable"]
+__all__ = ["InvalidKey", "ObjectInvalid", "StoreError", "StoreFull", "StoreTimeout", "StoreUnavailable"]
 
 
 class StoreError(WarmseedError):
@@ -22,7 +23,11 @@ class StoreError(WarmseedError):
 
 
 class StoreUnavailable(StoreError):
-    """The store can't be reached, or did not answer in time. Retryable."""
+    """The store can't be reached, or refuses. Retryable."""
+
+
+class StoreTimeout(StoreUnavailable):
+    """The store did not answer within its deadline. Another tier first; this one after a pause."""
 
 
 class StoreFull(StoreError):

@@ -6,6 +6,9 @@ import sys
 
 import typer
 
+from warmseed.daemon.cli.preload import preload
+from warmseed.daemon.cli.run import run
+from warmseed.daemon.flags import CONTEXT_SETTINGS
 from warmseed.errors import ConfigurationError, WarmseedError
 
 __all__ = ["app", "main"]
@@ -17,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("preload", context_settings=CONTEXT_SETTINGS)(preload)
+app.command("run")(run)
 
 
 def main() -> None:

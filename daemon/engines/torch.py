@@ -95,7 +95,6 @@ class TorchEngine:
         return -1 if self.device == "cpu" else int(self.device.partition(":")[2] or 0)
 
     def prepare(self) -> None:
-        import torch._dynamo
         import transformers.models.auto.modeling_auto  # noqa: F401
 
     def identity(self) -> EngineIdentity:
@@ -177,7 +176,7 @@ class TorchEngine:
     def release(self) -> None:
         import torch
 
-        if torch.cuda.is_initialized():
+        if self.device != "cpu":
             torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001 - torch has no public name for it
             torch.cuda.empty_cache()
 

@@ -20,6 +20,7 @@ import zstandard
 
 from warmseed.seeding.bundle.index import Chunk
 from warmseed.seeding.errors import ArtifactRefused
+from warmseed.seeding.manifest import Stored
 
 __all__ = ["MAGIC", "FrameWriter", "compressed", "expand", "large_cuts"]
 
@@ -68,6 +69,7 @@ class FrameWriter:
         self._batched = 0
         self._hash = hashlib.sha256()
         self._offset = 0
+        self._stored = hashlib.sha256()
         self.length = 0  # bytes of the tar so far
         self.chunks: list[Chunk] = []
 
@@ -104,6 +106,11 @@ class FrameWriter:
             self._drain()
         return self._hash.hexdigest()
 
+    @property
+    def stored(self) -> Stored:
+        """What a manifest says of the frames written."""
+        return Stored(encoding="zstd", sha256=self._stored.hexdigest(), length=self._offset)
+
     def _append(self, data: bytes | memoryview) -> None:
         if len(data):
             self._parts.append(data)
@@ -131,6 +138,7 @@ class FrameWriter:
     def _drain(self) -> None:
         for digest, length, frame in self._pending.popleft().result():
             self._out.write(frame)
+            self._stored.update(frame)
             self.chunks.append(Chunk(digest, length, self._offset, len(frame)))
             self._offset += len(frame)
 

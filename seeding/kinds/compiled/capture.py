@@ -192,6 +192,7 @@ def _write(
         environment=environment,
         device_index=site.device_index if bound else -1,
         store_key=bundle_key(digest),
+        stored=frames.stored,
         index=write_index(index)[0],
         left_out=bundle.left_out,
     )
