@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -16,12 +17,14 @@ from warmseed.daemon.status import (
     Message,
     Metrics,
     Phase,
+    Refused,
     Rehearsal,
     Serving,
     Used,
 )
 
 __all__ = ["SILENT_AFTER", "Board", "RankState", "State"]
+_REASONS: Final = 100  # different reasons counted apart
 
 State = Literal["starting", "serving", "stopping", "exited"]
 SILENT_AFTER: Final = 30.0  # seconds without a heartbeat after which a rank that sends them counts as hung
@@ -47,6 +50,7 @@ class RankState:
     attaches: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     used: list[Used] = field(default_factory=list)
+    refusals: Counter[str] = field(default_factory=Counter)
     rehearsal: Rehearsal | None = None
     failed: Failed | None = None
     invalid_lines: int = 0
@@ -95,10 +99,17 @@ class RankState:
                     self.used.append(message)
             case Metrics():
                 self.metrics = message
+            case Refused():
+                self._count(message)
             case Rehearsal():
                 self.rehearsal = message
             case Failed():
                 self.failed = message
+
+    def _count(self, message: Refused) -> None:
+        for reason, count in message.counts.items():
+            # A reason that holds a name or a number would make endless series.
+            self.refusals[reason if reason in self.refusals or len(self.refusals) < _REASONS else "other"] += count
 
 
 class Board:

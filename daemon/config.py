@@ -8,7 +8,6 @@ group and the limits. Flags (`warmseed.daemon.flags`), TOML keys and environment
 
 from __future__ import annotations
 
-import hmac
 import re
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Self, get_type_hints
@@ -17,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from warmseed.errors import ConfigurationError, printable
+from warmseed.seeding.token import Secret
 
 __all__ = [
     "DRAFT_METHODS",
@@ -32,33 +32,6 @@ ENV_PREFIX: Final = "WARMSEED_"
 # Methods whose draft model gets a daemon group of its own; other drafts load from disk in the engine.
 # vLLM also spells MTP per architecture ("deepseek_mtp", "qwen3_next_mtp").
 DRAFT_METHODS: Final = ("mtp", "eagle", "eagle3")
-
-
-class Secret:
-    """A string that shows itself only when asked: `repr`, `str`, logs and tracebacks print dots."""
-
-    __slots__ = ("_text",)
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def reveal(self) -> str:
-        """The secret itself. The result must not be logged, formatted or put in argv."""
-        return self._text
-
-    def __repr__(self) -> str:
-        return "Secret(…)"
-
-    def __str__(self) -> str:
-        return "…"
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Secret):
-            return NotImplemented
-        return hmac.compare_digest(self._text.encode(), other._text.encode())
-
-    def __hash__(self) -> int:
-        return hash(Secret)
 
 
 _ENDPOINT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.%A-Za-z]+)\]|(?P<host>[^\[\]:\s/]+)):(?P<port>[0-9]{1,5})")

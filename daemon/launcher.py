@@ -123,6 +123,7 @@ class _Launcher:
         self._end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()  # a second signal: no more patience
         self._arrived = asyncio.Event()  # every rank is at the rehearsal
+        self._rehearsal: asyncio.Task[None] | None = None
 
     async def run(self) -> Ending:
         ensure_standard_files()
@@ -213,16 +214,16 @@ class _Launcher:
             readers = [group.create_task(self._read(rank)) for rank in self._ranks]
             tasks += [group.create_task(self._await_exit(rank)) for rank in self._ranks]
             tasks.append(group.create_task(self._keep_deadline()))
-            rehearsal = group.create_task(self._rehearse())
+            self._rehearsal = group.create_task(self._rehearse())
+            tasks.append(self._rehearsal)
             tasks.append(group.create_task(self._notifier.watchdog()))
             try:
                 ending = await asyncio.shield(self._end)
-                rehearsal.cancel()
                 await self._stop()
                 if readers:
                     await asyncio.wait(readers, timeout=_LAST_WORDS)
             finally:
-                for task in (*tasks, *readers, rehearsal):
+                for task in (*tasks, *readers):
                     task.cancel()
         return self._explained(ending)
 
@@ -333,6 +334,8 @@ class _Launcher:
             return
         self._board.stopping = True
         self._notifier.send("STOPPING=1", "STATUS=stopping")
+        if self._rehearsal is not None:
+            self._rehearsal.cancel()  # it kills and reaps its engine while the ranks stop
         left = await stop_all([rank.process for rank in self._ranks], STOP_GRACE, hurry=self._hurry)
         for process in left:
             _log.error("%s (pid %d) did not end even by SIGKILL; it hangs in the kernel", process.name, process.pid)
@@ -340,6 +343,8 @@ class _Launcher:
             rank.state.status = rank.process.status
             os.close(rank.orders_fd)
             rank.orders_fd = -1
+        if self._rehearsal is not None:
+            await asyncio.wait({self._rehearsal}, timeout=STOP_GRACE)
         if self._ranks:
             kill_strays(self._launch_id, _log.warning)
 

@@ -103,7 +103,7 @@ def _tiers(ranks: list[RankState]) -> Iterator[Metric]:
     breakers: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
     for rank in ranks:
-        refusals.update(rank.metrics.refusals)
+        refusals.update(rank.refusals)
         for tier in rank.metrics.tiers:
             reads[tier.tier, "hit"] += tier.hits
             reads[tier.tier, "miss"] += tier.misses

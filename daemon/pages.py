@@ -47,7 +47,7 @@ def _rank_record(rank: RankState, now: float) -> dict[str, object]:
             {"kind": u.kind, "used": u.used, "seconds_saved": u.seconds_saved, "reason": u.reason} for u in rank.used
         ],
         "tiers": rank.metrics.tiers,
-        "refusals": rank.metrics.refusals,
+        "refusals": rank.refusals,
         "weights_bytes": rank.metrics.weights_bytes,
         "released_bytes": rank.metrics.released_bytes,
         "failure": rank.failed.message if rank.failed else None,

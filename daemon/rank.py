@@ -172,7 +172,7 @@ class Rank:
                 report.detail["refused"] = "; ".join(
                     f"{printable(r.origin, limit=40)}: {r.reason}" for r in adoption.refusals[-4:]
                 )
-        self._tally.refused(refusal.reason for refusal in adoption.refusals)
+        self.status.refused(refusal.reason for refusal in adoption.refusals)
 
     async def _weights(self, preparing: asyncio.Task[None]) -> tuple[Exported, Fingerprint]:
         with self.status.phase("import"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from warmseed.daemon.config import Endpoint, PreloadConfig, options
 from warmseed.daemon.placement import groups_of, layout_of
 from warmseed.errors import ConfigurationError, printable
+from warmseed.seeding.token import TOKEN_VARIABLE, read_tokens
 
 __all__ = ["check", "check_secret_file"]
 
@@ -54,16 +55,13 @@ def _check_trust(config: PreloadConfig) -> None:
             "a seed token is given, but there is nothing to use it for: add --seed-listen-port, --seed-source-host or "
             "--warmup-cache-stores"
         )
-    if config.seed_token is not None and len(config.seed_token.reveal()) < 32:
-        raise ConfigurationError(
-            "the seed token has fewer than 32 characters and could be guessed; make one with `warmseed token new`"
-        )
-    for flag, name in (
-        ("--seed-token-file", config.seed_token_file),
-        ("--seed-signing-key", config.seed_signing_key),
-    ):
-        if name is not None:
-            check_secret_file(Path(name), flag)
+    # Each rank reads the tokens itself; reading them here makes a bad one stop the start before any rank.
+    if config.seed_token_file is not None:
+        read_tokens(file=Path(config.seed_token_file), environ={})
+    elif config.seed_token is not None:
+        read_tokens(environ={TOKEN_VARIABLE: config.seed_token.reveal()})
+    if config.seed_signing_key is not None:
+        check_secret_file(Path(config.seed_signing_key), "--seed-signing-key")
     if config.seed_listen_port is not None:
         here = {"127.0.0.1", "localhost", "::1", config.seed_listen_host}
         for source in config.seed_sources:

@@ -17,6 +17,7 @@ from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.channel.client import SeedClient, new_instance
 from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.server import SeedServer
+from warmseed.seeding.channel.sources import Patience
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.keys import Keyring, PublisherKey
 from warmseed.seeding.kinds.base import Capture, Kind, Site, Verdict
@@ -106,11 +107,9 @@ class Seeds:
         origins: list[Origin] = [StoreOrigin(self.chain)]
         if self._spec.seed_sources:
             client = SeedClient(self._tokens, instance=self._instance)
-            wait = self._spec.config.seed_wait
-            origins += [
-                PeerOrigin(client, Endpoint(source.host, source.port), wait=wait, environment=environment)
-                for source in self._spec.seed_sources
-            ]
+            peers = [Endpoint(source.host, source.port) for source in self._spec.seed_sources]
+            patience = Patience(wait_seconds=self._spec.config.seed_wait)
+            origins.append(PeerOrigin(client, peers, patience, environment=environment))
         return origins
 
     async def hand_on(self, kind: Kind, site: Site) -> bool:

@@ -24,9 +24,10 @@ from typing import Final, Union, get_args, get_origin
 
 import msgspec
 
-from warmseed.daemon.config import ENV_PREFIX, Endpoint, Option, PreloadConfig, Secret, options
+from warmseed.daemon.config import ENV_PREFIX, Endpoint, Option, PreloadConfig, options
 from warmseed.daemon.rules import check
 from warmseed.errors import ConfigurationError, printable
+from warmseed.seeding.token import Secret
 
 __all__ = ["CONFIG_BYTES", "nearest", "read_file", "resolve"]
 

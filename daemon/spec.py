@@ -9,9 +9,10 @@ from typing import Final, Literal
 
 import msgspec
 
-from warmseed.daemon.config import Endpoint, PreloadConfig, Secret
+from warmseed.daemon.config import Endpoint, PreloadConfig
 from warmseed.daemon.placement import Group, Layout, Place, seed_endpoint
 from warmseed.errors import ConfigurationError, printable
+from warmseed.seeding.token import Secret
 
 __all__ = ["SPEC_BYTES", "RankSpec", "decode_spec", "encode_spec", "rank_spec", "read_spec"]
 

@@ -11,8 +11,8 @@ import asyncio
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -33,6 +33,7 @@ __all__ = [
     "Order",
     "Phase",
     "PhaseReport",
+    "Refused",
     "Rehearsal",
     "Rehearsed",
     "Serving",
@@ -123,10 +124,15 @@ class Metrics(_Event, frozen=True, tag="metrics"):
     """Totals since the rank started; each message replaces the one before."""
 
     tiers: tuple[TierCounts, ...] = ()
-    refusals: dict[str, int] = {}  # refused artifacts, peers and clients, by reason
     engines: int | None = None  # engines attached now, where the rank knows it exactly
     weights_bytes: int | None = None
     released_bytes: int | None = None  # memory given back between warmup and serving
+
+
+class Refused(_Event, frozen=True, tag="refused"):
+    """Artifacts, peers or clients refused since the last such message, by reason."""
+
+    counts: dict[str, int]
 
 
 class Rehearsal(_Event, frozen=True, tag="rehearsal"):
@@ -149,7 +155,9 @@ class Failed(_Event, frozen=True, tag="failed"):
     code: int = 1
 
 
-Message = Begin | Phase | Serving | Alive | EngineAttached | EngineDetached | Used | Metrics | Rehearsal | Failed
+Message = (
+    Begin | Phase | Serving | Alive | EngineAttached | EngineDetached | Used | Metrics | Refused | Rehearsal | Failed
+)
 
 
 class Rehearsed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="order", tag="rehearsed"):
@@ -209,6 +217,11 @@ class StatusWriter:
         with self._lock:
             self._queue.append(line)
             self._flush()
+
+    def refused(self, reasons: Iterable[str]) -> None:
+        """Count refusals; one word or two for each, the same word for the same cause."""
+        if counts := Counter(printable(reason, limit=80) for reason in reasons):
+            self.send(Refused(dict(counts)))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[PhaseReport]:

@@ -1,9 +1,7 @@
-"""Counts what one rank's stores and adoptions did, as totals for its launcher."""
+"""Counts what one rank's stores did, as totals for its launcher."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from warmseed.daemon.status import Metrics, TierCounts
@@ -27,7 +25,6 @@ class Tally:
 
     def __init__(self) -> None:
         self._tiers: dict[str, _Tier] = {}
-        self._refusals: Counter[str] = Counter()
 
     def __call__(self, *, store: str, operation: str, outcome: str, size: int, seconds: float) -> None:
         tier = self._tiers.setdefault(store, _Tier())
@@ -46,10 +43,6 @@ class Tally:
                 pass
             case _:
                 tier.errors += 1
-
-    def refused(self, reasons: Iterable[str]) -> None:
-        """Count artifacts that were passed over, by reason."""
-        self._refusals.update(reasons)
 
     def metrics(
         self, *, engines: int | None = None, weights: int | None = None, released: int | None = None
@@ -70,7 +63,6 @@ class Tally:
         )
         return Metrics(
             tiers=tiers,
-            refusals=dict(self._refusals),
             engines=engines,
             weights_bytes=weights,
             released_bytes=released,

@@ -38,6 +38,7 @@ __all__ = [
     "new_token",
     "parse_token",
     "read_tokens",
+    "write_token",
 ]
 
 logger = logging.getLogger(__name__)
@@ -207,6 +208,26 @@ def read_tokens(
     return tokens
 
 
+def write_token(path: Path, secret: Secret) -> None:
+    """Store `secret` in a new file that only we can read, as `read_tokens` wants it.
+
+    Raises:
+        ConfigurationError: the file exists already, or can't be written.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "w", encoding="ascii") as stream:
+            stream.write(secret.reveal() + "\n")
+            stream.flush()
+            os.fsync(descriptor)
+    except FileExistsError:
+        raise ConfigurationError(
+            f"the file {printable(path)} exists already; nothing was written; remove it, or name another"
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(f"the token file {printable(path)} can't be written: {error.strerror}") from error
+
+
 def _parse_own(text: str) -> bytes:
     body = text[len(_PREFIX) :]
     problem = ConfigurationError(
@@ -255,7 +276,7 @@ def _checked_content(path: Path) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigurationError(f"the token file {name} can't be read: {error.strerror}; start-up stops") from error
-    with open(descriptor, "rb") as stream:
+    try:
         # Of the open file, so that what is checked is what is read.
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -270,7 +291,9 @@ def _checked_content(path: Path) -> bytes:
                 f"the token file {name} has mode {stat.S_IMODE(status.st_mode):04o}: others can read or write it; "
                 f"start-up stops; run: chmod 600 {name}"
             )
-        content = stream.read(_FILE_BYTES + 1)
+        content = os.read(descriptor, _FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
     if len(content) > _FILE_BYTES:
         raise ConfigurationError(f"the token file {name} is larger than {_FILE_BYTES} bytes; start-up stops")
     return content

@@ -111,7 +111,11 @@ def _folder(address: SocketAddress, *, create: bool) -> Iterator[int]:
 
 def _create(folder: Path) -> None:
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # One by one: mkdir gives the parents it makes on the way the default mode, and we make a private folder of
+        # a parent's name, too.
+        for missing in [f for f in reversed(folder.parents) if not f.exists()]:
+            missing.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
     except FileExistsError as error:
         raise SocketPathRefused(f"{folder} is in the way: it is no folder") from error
     except OSError as error:

@@ -183,6 +183,10 @@ class Trees:
         self._sync(target.parent)
         return target
 
+    def discard(self, tree: Tree) -> None:
+        """Delete a tree that no root leads to."""
+        self._discard(tree.path)
+
     def prune(self, keep: set[Path]) -> int:
         """Delete the trees that are not in `keep` and that no kept tree names as its predecessor; how many."""
         names = {path.name for path in keep}

@@ -21,6 +21,7 @@ from warmseed.seeding.channel.logs import Throttled
 from warmseed.seeding.channel.messages import decode_request
 from warmseed.seeding.channel.replies import Replies
 from warmseed.seeding.channel.source import SeedSource
+from warmseed.seeding.channel.streams import secure
 from warmseed.seeding.channel.tls import check_alpn, server_context
 from warmseed.seeding.token import Token
 
@@ -49,7 +50,8 @@ class ServerStats:
 class SeedServer:
     """Serves one `SeedSource` to the holders of the tokens, on one address and port.
 
-    `instance` names this process: 64 hex digits, the same that its `SeedClient` uses.
+    `instance` names this process: 64 hex digits, the same that its `SeedClient` uses. Making one derives
+    keys, for about 0.1 s of CPU a token: before the loop runs, or on a thread.
 
     Raises:
         ConfigurationError: there is no token.
@@ -161,7 +163,9 @@ class SeedServer:
             await asyncio.sleep(0)  # a flood of connections must not keep the others from going on
 
     def _arrived(self, group: asyncio.TaskGroup, sock: socket.socket, owner: str) -> None:
-        group.create_task(self._visit(sock, owner))
+        task = group.create_task(self._visit(sock, owner))
+        # Also when the task is cancelled before its first line. Whatever else uses it has let go by then.
+        task.add_done_callback(lambda _: sock.close())
 
     async def _visit(self, sock: socket.socket, owner: str) -> None:
         limits = self._limits
@@ -171,11 +175,7 @@ class SeedServer:
         except (QueueFull, TimeoutError):
             self.stats.turned_away += 1
             self._log.warning("full", "the seed listener is full; a connection from %s was turned away", owner)
-            sock.close()
             return
-        except asyncio.CancelledError:
-            sock.close()
-            raise
         seated = None
         try:
             admitted = await self._authenticate(sock, owner)
@@ -204,10 +204,17 @@ class SeedServer:
             async with asyncio.timeout(self._limits.handshake_seconds) as deadline:
                 self._shaking[deadline] = loop.time()
                 try:
-                    reader, writer = await self._handshake(sock)
+                    reader, writer = await secure(
+                        sock,
+                        self._context,
+                        server_name=None,
+                        seconds=self._limits.handshake_seconds,
+                        read_buffer=REQUEST_BYTES,
+                    )
                 finally:
                     del self._shaking[deadline]
             check_alpn(writer.get_extra_info("ssl_object"))
+            writer.transport.set_write_buffer_limits(high=self._limits.write_buffer)
             proven = True
             return reader, writer
         except TimeoutError:
@@ -223,9 +230,7 @@ class SeedServer:
                 printable((error.reason if isinstance(error, ssl.SSLError) else error) or "connection lost"),
             )
         finally:
-            if writer is None:
-                sock.close()
-            elif not proven:
+            if writer is not None and not proven:
                 writer.transport.abort()
         return None
 
@@ -248,21 +253,6 @@ class SeedServer:
         finally:
             if not seated:
                 writer.transport.abort()
-
-    async def _handshake(self, sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=REQUEST_BYTES, loop=loop)
-        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-        transport, _ = await loop.connect_accepted_socket(
-            lambda: protocol,
-            sock,
-            ssl=self._context,
-            ssl_handshake_timeout=self._limits.handshake_seconds,
-            ssl_shutdown_timeout=2.0,
-        )
-        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-        transport.set_write_buffer_limits(high=self._limits.write_buffer)
-        return reader, writer
 
     async def _session(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, owner: str) -> None:
         try:

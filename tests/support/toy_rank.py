@@ -3,7 +3,8 @@
 What it does beyond that is told in the engine's arguments, so that it travels the way of real settings:
 ``--toy JSON`` with ``{"pace": seconds a phase, "gloo": bool, "RANK-NAME": {"at": PHASE, "do": ACTION}}``. Actions:
 ``exit N``, ``kill SIGNAME``, ``hang``, ``deaf`` (ignore SIGTERM from then on), ``child`` (leave a child process),
-``garbage`` (write nonsense to the status pipe), ``rehearse`` (ask for a rehearsal).
+``garbage`` (write nonsense to the status pipe), ``pid`` (leave the pid in a file). ``{"rehearse": [COMMAND…]}``
+asks for a rehearsal.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ class Toy:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             case "child":
                 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+            case "pid":
+                Path(self.socket_path.parent, f"{self.spec.name}.pid").write_text(str(os.getpid()))
             case "garbage":
                 os.write(self.status_fd, b"not json\n" + b"x" * 40_000 + b"\n" + b'{"event":"phase"}\n')
 
@@ -137,7 +140,8 @@ class Toy:
             os.rename(hidden, self.socket_path)
             self.status.send(Serving(str(self.socket_path), time.monotonic()))
             self.status.send(Alive())
-            self.status.send(Metrics((TierCounts("disk", hits=2, misses=1, bytes_read=4096),), {"expired": 1}))
+            self.status.send(Metrics((TierCounts("disk", hits=2, misses=1, bytes_read=4096),)))
+            self.status.refused(["expired", "expired", "wrong environment"])
             self.status.send(Used("compile_cache", used=True, seconds_saved=12.5))
             self.status.send(EngineAttached(os.getpid(), 0.01))
             self.act("serving")

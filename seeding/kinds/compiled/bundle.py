@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from warmseed.seeding.bundle.files import Disk
+from warmseed.seeding.bundle.history import remember_index
 from warmseed.seeding.bundle.index import BundleIndex, FileRecord, read_index
 from warmseed.seeding.bundle.install import Target, authenticated, check_space, write_tree
 from warmseed.seeding.bundle.trees import RankRecord, Tree, TreeRecord, Trees
@@ -16,7 +20,9 @@ from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.kinds.base import Capture, Evidence, Installation, Site, Verdict
 from warmseed.seeding.kinds.compiled.cache import CompiledCache, Placement
 from warmseed.seeding.kinds.compiled.capture import Quiet, capture_bundle
-from warmseed.seeding.kinds.compiled.evidence import judge_caches
+from warmseed.seeding.kinds.compiled.evidence import changed_files, judge_caches
+from warmseed.seeding.kinds.compiled.flashinfer import provider_root
+from warmseed.seeding.kinds.compiled.switching import carry_over, common_tree, put_back, switch
 from warmseed.seeding.manifest import Manifest
 
 __all__ = ["CompileCacheKind"]
@@ -62,28 +68,28 @@ class CompileCacheKind:
             OSError: when the disk fails; nothing is half-visible.
         """
         contents = self._checked_index(manifest, index, site)
-        placements, left_out = self._placements(contents, site)
-        if not placements:
-            reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
-            raise ArtifactRefused("relocation", f"nothing in the bundle can work here ({reasons or 'it is empty'})")
         trees = Trees(site.state, self._disk)
         with trees.locked():
-            current = _common_tree(trees, placements)
-            if current is not None and (again := _reusable(current, manifest, site)) is not None:
-                return again
-            check_space(trees.base, manifest.length)
-            staged = trees.stage()
-            try:
-                with authenticated(payload, staged, sha256=manifest.sha256, length=manifest.length) as data:
-                    files = write_tree(data, contents, self._targets(placements, left_out), staged, self._disk)
-                    files.update(self._write_made(placements, staged))
-                record = self._record(manifest, site, placements, files, left_out)
-                tree = _commit(trees, staged, record, manifest)
-            except BaseException:
-                shutil.rmtree(staged, ignore_errors=True)
-                raise
-            self._switch(trees, tree, placements)
-            return _installation(tree, manifest.generation, site)
+            unfit: dict[str, str] = {}  # caches that did not prove themselves where they were first put
+            while True:
+                placements, left_out = self._placements(contents, site, unfit)
+                if not placements:
+                    reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
+                    raise ArtifactRefused(
+                        "relocation", f"nothing in the bundle can work here ({reasons or 'it is empty'})"
+                    )
+                current = common_tree(trees, placements)
+                if current is not None and (again := _reusable(current, manifest, site)) is not None:
+                    return again
+                work = _Work(manifest, payload, contents, placements, left_out)
+                tree = self._install(trees, work, site)
+                failed = {name: why for name, p in placements.items() if (why := self.caches[name].prove(p, site))}
+                if not failed:
+                    remember_index(site.state, index or b"", manifest.sha256)
+                    return _installation(tree, manifest.generation, site)
+                put_back(trees, tree)
+                trees.discard(tree)
+                unfit.update(failed)
 
     def present(self, site: Site) -> bool:
         """Whether this rank's own installed bundle stands at its roots, whole and for this configuration."""
@@ -97,7 +103,23 @@ class CompileCacheKind:
 
     def judge(self, installation: Installation, evidence: Evidence, site: Site) -> Verdict:
         """Whether each installed cache was used, from the engine's counters and from the tree itself."""
-        return judge_caches(self.caches, installation, evidence)
+        return judge_caches(self.caches, installation, evidence, site)
+
+    def current(self, site: Site) -> Installation | None:
+        """What this rank has installed at its roots now, to be judged or taken back after a restart."""
+        trees = Trees(site.state, self._disk)
+        for name in self.caches:
+            root = site.roots.get(name)
+            tree = trees.at(root) if root is not None else None
+            if tree is not None and (rank := tree.record.ranks.get(_label(site))) is not None:
+                return _installation(tree, rank.generation, site)
+        return None
+
+    def variables(self, site: Site) -> dict[str, str]:
+        """Environment variables that engines need beyond those of their cache roots."""
+        if "flashinfer" in self.caches and "flashinfer" in site.roots:
+            return {"PYTHONPATH": str(provider_root(site))}
+        return {}
 
     def retract(self, installation: Installation, site: Site) -> None:
         """Put back what stood at the roots before, and move the tree into quarantine.
@@ -110,12 +132,9 @@ class CompileCacheKind:
         trees = Trees(site.state, self._disk)
         with trees.locked():
             tree = trees.read(installation.folder)
-            if tree is None:
-                return
-            for root, before in tree.record.before.items():
-                if Path(os.path.realpath(root)).is_relative_to(os.path.realpath(tree.path)):
-                    trees.point(Path(root), before if _fit(trees, before, tree.record) else "")
-            trees.quarantine(tree)
+            if tree is not None:
+                put_back(trees, tree)
+                trees.quarantine(tree)
 
     # -- steps of an installation ------------------------------------------------------------------
 
@@ -133,7 +152,32 @@ class CompileCacheKind:
             raise ArtifactRefused("malformed", "the file index describes another bundle than its manifest")
         return contents
 
-    def _placements(self, index: BundleIndex, site: Site) -> tuple[dict[str, Placement], dict[str, str]]:
+    def _install(self, trees: Trees, work: _Work, site: Site) -> Tree:
+        """Write, sync and commit a tree, and switch to it."""
+        manifest = work.manifest
+        check_space(trees.base, manifest.length)
+        staged = trees.stage()
+        try:
+            targets = self._targets(work.placements)
+            with authenticated(work.payload, staged, sha256=manifest.sha256, length=manifest.length) as data:
+                files = write_tree(data, work.contents, targets, staged, self._disk)
+                files.update(_write_made(work.placements, staged))
+            record = self._record(trees, work, files, site)
+            carry_over(trees, staged, record, _label(site))
+            tree = _commit(trees, staged, record, manifest)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        try:
+            switch(trees, tree)
+        except OSError:
+            trees.discard(tree)
+            raise
+        return tree
+
+    def _placements(
+        self, index: BundleIndex, site: Site, unfit: Mapping[str, str]
+    ) -> tuple[dict[str, Placement], dict[str, str]]:
         """Where each cache goes, and why the others go nowhere."""
         placements: dict[str, Placement] = {}
         left_out: dict[str, str] = {}
@@ -151,7 +195,10 @@ class CompileCacheKind:
             if differing:
                 left_out[name] = "; ".join(str(d) for d in differing)
                 continue
-            placed = cache.place(record, files[name], site)
+            if name in unfit:
+                placed = cache.place_otherwise(record, files[name], site, unfit[name])
+            else:
+                placed = cache.place(record, files[name], site)
             if isinstance(placed, str):
                 left_out[name] = placed
                 continue
@@ -160,50 +207,23 @@ class CompileCacheKind:
                 placements[name] = placed
         return placements, left_out
 
-    def _targets(self, placements: Mapping[str, Placement], left_out: dict[str, str]) -> dict[str, Target]:
+    def _targets(self, placements: Mapping[str, Placement]) -> dict[str, Target]:
         targets: dict[str, Target] = {}
         for name, placement in placements.items():
-            cache = self.caches[name]
             for source, relative in placement.files.items():
-
-                def localise(
-                    data: bytes, cache: CompiledCache = cache, path: str = relative, root: Path = placement.root
-                ) -> bytes:
-                    return cache.localised(path, data, root)
-
+                localise = functools.partial(self.caches[name].localised, relative, root=placement.root)
                 targets[source] = Target(f"{placement.folder}/{relative}", localise)
         return targets
 
-    def _write_made(self, placements: Mapping[str, Placement], staged: Path) -> dict[str, str]:
-        import hashlib
-
-        made: dict[str, str] = {}
-        for placement in placements.values():
-            for relative, data in placement.made.items():
-                path = staged / placement.folder / relative
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                path.write_bytes(data)
-                path.chmod(0o600)
-                made[f"{placement.folder}/{relative}"] = hashlib.sha256(data).hexdigest()
-        return made
-
-    def _record(
-        self,
-        manifest: Manifest,
-        site: Site,
-        placements: Mapping[str, Placement],
-        files: dict[str, str],
-        left_out: dict[str, str],
-    ) -> TreeRecord:
-        trees = Trees(site.state, self._disk)
-        roots = {placement.folder: str(placement.root) for placement in placements.values()}
+    def _record(self, trees: Trees, work: _Work, files: dict[str, str], site: Site) -> TreeRecord:
+        roots = {placement.folder: str(placement.root) for placement in work.placements.values()}
         rank = RankRecord(
-            sha256=manifest.sha256,
-            generation=manifest.generation,
-            device_index=manifest.device_index,
+            sha256=work.manifest.sha256,
+            generation=work.manifest.generation,
+            device_index=work.manifest.device_index,
             files=files,
-            left_out=left_out,
-            complete=not left_out,
+            left_out=dict(work.left_out),
+            complete=not work.left_out,
         )
         return TreeRecord(
             config_hash=site.config_hash,
@@ -213,26 +233,28 @@ class CompileCacheKind:
             ranks={_label(site): rank},
         )
 
-    def _switch(self, trees: Trees, tree: Tree, placements: Mapping[str, Placement]) -> None:
-        """Point every root at the tree; on a failure all point where they pointed."""
-        done: dict[str, str] = {}
-        try:
-            for placement in placements.values():
-                root = str(placement.root)
-                done[root] = trees.point(placement.root, str(tree.path / placement.folder))
-        except OSError:
-            for root, before in done.items():
-                trees.point(Path(root), before)
-            raise
-        if done != tree.record.before:
-            tree.record = TreeRecord(
-                config_hash=tree.record.config_hash,
-                environment_hash=tree.record.environment_hash,
-                roots=tree.record.roots,
-                before=done,
-                ranks=tree.record.ranks,
-            )
-            tree.save()
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One installation under way."""
+
+    manifest: Manifest
+    payload: Path
+    contents: BundleIndex
+    placements: Mapping[str, Placement]
+    left_out: Mapping[str, str]
+
+
+def _write_made(placements: Mapping[str, Placement], staged: Path) -> dict[str, str]:
+    made: dict[str, str] = {}
+    for placement in placements.values():
+        for relative, data in placement.made.items():
+            path = staged / placement.folder / relative
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.write_bytes(data)
+            path.chmod(0o600)
+            made[f"{placement.folder}/{relative}"] = hashlib.sha256(data).hexdigest()
+    return made
 
 
 def _label(site: Site) -> str:
@@ -243,15 +265,6 @@ def _commit(trees: Trees, staged: Path, record: TreeRecord, manifest: Manifest) 
     Tree(staged, record).save()
     path = trees.commit(staged, f"{manifest.generation}-{manifest.sha256[:16]}")
     return Tree(path, record)
-
-
-def _common_tree(trees: Trees, placements: Mapping[str, Placement]) -> Tree | None:
-    """The tree that all roots of `placements` lead to, or `None`."""
-    found = {p.folder: trees.at(p.root) for p in placements.values()}
-    first = next(iter(found.values()), None)
-    if first is None or any(tree is None or tree.path != first.path for tree in found.values()):
-        return None
-    return first
 
 
 def _is_ours(tree: Tree, site: Site, environment: Environment) -> bool:
@@ -270,8 +283,6 @@ def _whole(tree: Tree, site: Site) -> bool:
 
 def _reusable(tree: Tree, manifest: Manifest, site: Site) -> Installation | None:
     """The installation of the same bundle that stands there already, if its files are what was installed."""
-    from warmseed.seeding.kinds.compiled.evidence import changed_files
-
     rank = tree.record.ranks.get(_label(site))
     if tree.record.config_hash != site.config_hash or rank is None or rank.sha256 != manifest.sha256:
         return None
@@ -291,13 +302,3 @@ def _installation(tree: Tree, generation: int, site: Site) -> Installation:
         left_out=rank.left_out,
         complete=rank.complete,
     )
-
-
-def _fit(trees: Trees, before: str, record: TreeRecord) -> bool:
-    """Whether what stood at a root before may come back: an engine's own folder, or a tree for the same key."""
-    if not before:
-        return False
-    if Path(before).parent.parent != trees.trees:
-        return Path(before).is_dir()
-    tree = trees.read(Path(before).parent)
-    return tree is not None and tree.record.environment_hash == record.environment_hash

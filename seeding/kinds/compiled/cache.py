@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from warmseed.errors import printable
 from warmseed.seeding.bundle.index import CacheRecord, FileRecord
 from warmseed.seeding.environment import UNKNOWN, Environment
 from warmseed.seeding.kinds.base import Site
@@ -52,6 +53,11 @@ class CompiledCache(ABC):
     prefixes: tuple[str, ...] = ()  # fields of the place rather than the key: a difference leaves out this cache only
     device_bound: bool = False  # its code names the index of the device it was compiled on
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of an installed tree that may hold this cache's files."""
+        return (self.name,)
+
     def environment(self, site: Site) -> Environment:
         """The fields of the site's environment that this cache's contents depend on."""
         fields = {name: site.environment.get(name, UNKNOWN) for name in self.needs}
@@ -92,7 +98,18 @@ class CompiledCache(ABC):
 
     def place(self, record: CacheRecord, files: Sequence[FileRecord], site: Site) -> Placement | str:
         """Where the cache's files go at `site`, or why none of them can."""
+        ours = self.record(site).environment
+        for name in self.prefixes:
+            theirs = record.environment.get(name, UNKNOWN)
+            if UNKNOWN in (theirs, ours[name]) or theirs != ours[name]:
+                return f"it works only at the same {name}: theirs {printable(theirs)!r}, ours {ours[name]!r}"
         return everything(self.name, files, site)
+
+    def place_otherwise(
+        self, record: CacheRecord, files: Sequence[FileRecord], site: Site, why: str
+    ) -> Placement | str:
+        """Where the files go after `prove` found that they do not work where `place` put them."""
+        return why
 
     def used(self, use: CacheUse) -> tuple[bool, str]:
         """Whether the cache was used rather than rebuilt, and how that is known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from warmseed.seeding.bundle.walk import Snapshot, open_folder, read_file, take_snapshot
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.kinds.base import Evidence, Installation, Verdict
+from warmseed.seeding.kinds.base import Evidence, Installation, Site, Verdict
 from warmseed.seeding.kinds.compiled.cache import CacheUse, CompiledCache
 
 __all__ = ["changed_files", "judge_caches"]
@@ -33,7 +34,9 @@ def changed_files(tree: Path, files: Mapping[str, str]) -> list[str]:
     return changed
 
 
-def judge_caches(caches: Mapping[str, CompiledCache], installation: Installation, evidence: Evidence) -> Verdict:
+def judge_caches(
+    caches: Mapping[str, CompiledCache], installation: Installation, evidence: Evidence, site: Site
+) -> Verdict:
     """The verdict on every installed cache; the bundle was used when each of them was.
 
     Files are looked at where they are, so an adapter need not report them: rewritten files mean a rebuild,
@@ -44,13 +47,17 @@ def judge_caches(caches: Mapping[str, CompiledCache], installation: Installation
     per_cache: dict[str, bool] = {}
     reasons: list[str] = []
     for name, cache in caches.items():
-        prefix = f"{name}/"
-        files = {path: digest for path, digest in installation.files.items() if path.startswith(prefix)}
-        if not files:
-            continue
-        use = _use(cache, installation.folder, prefix, files, evidence)
-        per_cache[name], reason = cache.used(use)
-        reasons.append(f"{name}: {reason}")
+        for folder in cache.folders:
+            prefix = f"{folder}/"
+            files = {path: digest for path, digest in installation.files.items() if path.startswith(prefix)}
+            if not files:
+                continue
+            use = _use(cache, installation.folder, prefix, files, evidence)
+            if folder != name and name in site.roots:  # the engine's own root must have stayed as it was
+                built = _built_since(cache, site.roots[name], installation.folder)
+                use = dataclasses.replace(use, appeared=[*use.appeared, *built])
+            per_cache[name], reason = cache.used(use)
+            reasons.append(f"{name}: {reason}")
     used = bool(per_cache) and all(per_cache.values())
     return Verdict(used=used, reason="; ".join(reasons) or "no cache was installed", per_cache=per_cache)
 
@@ -79,6 +86,20 @@ def _use(cache: CompiledCache, tree: Path, prefix: str, files: Mapping[str, str]
         counters=evidence.counters,
         lines=evidence.lines,
     )
+
+
+def _built_since(cache: CompiledCache, root: Path, tree: Path) -> list[str]:
+    """Files below an engine's own root that are younger than the tree's record."""
+    try:
+        since = (tree / "tree.json").stat().st_mtime_ns
+        handle = open_folder(root)
+    except OSError:
+        return []
+    try:
+        snapshot = take_snapshot(handle, cache.skips)
+    finally:
+        os.close(handle)
+    return [f"{cache.name}/{path}" for path, found in snapshot.files.items() if found.mtime_ns > since]
 
 
 def _keeps_access_times(folder: Path) -> bool:

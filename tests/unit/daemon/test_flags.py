@@ -111,7 +111,7 @@ def test_speculative_settings_may_be_dotted(command: Command) -> None:
 
 def test_sources_pair_hosts_with_ports(command: Command, tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text("t" * 40)
+    token.write_text("0123456789abcdefghijklmnopqrstuvwxyz")
     token.chmod(0o600)
     both = ["--seed-token-file", str(token), "--seed-source-host", "a", "--seed-source-host", "fd00::1"]
     assert command.config(*both, "--seed-source-port", "29600").seed_sources == (

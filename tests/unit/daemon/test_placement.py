@@ -13,6 +13,7 @@ from warmseed.daemon.config import Endpoint, PreloadConfig
 from warmseed.daemon.placement import LAST_PORT, groups_of, layout_of, places_of, seed_endpoint, seed_ports
 from warmseed.daemon.spec import decode_spec, encode_spec, rank_spec
 from warmseed.errors import ConfigurationError
+from warmseed.seeding.token import Secret
 
 FAR = "10.0.0.1"
 
@@ -287,8 +288,6 @@ def test_ranks_dial_their_match_in_every_source() -> None:
 
 
 def test_spec_survives_the_pipe_and_hides_its_secret() -> None:
-    from warmseed.daemon.config import Secret
-
     settings = config(seed_token=Secret("s" * 40), warmup_cache_stores=("mooncake",), engine_args=("--x", "1"))
     layout = layout_of(settings)
     spec = rank_spec(settings, layout, groups_of(settings, layout)[0], places_of(layout)[0], port=29600, listener=7)
