@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from warmseed.daemon.cli.env import env, execute
 from warmseed.daemon.cli.preload import preload
 from warmseed.daemon.cli.run import run
 from warmseed.daemon.cli.token import app as token_app
@@ -23,6 +24,8 @@ app = typer.Typer(
 )
 app.command("preload", context_settings=CONTEXT_SETTINGS)(preload)
 app.command("run")(run)
+app.command("env")(env)
+app.command("exec")(execute)
 app.add_typer(token_app)
 
 
