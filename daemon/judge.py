@@ -65,7 +65,7 @@ class Judge:
             saved = max(0.0, float(cold) - evidence.seconds) if _is_number(cold) else 0.0
         _log.info("kind=%s used=%s saved=%.1f s %s", kind.name, verdict.used, saved, printable(verdict.reason))
         self._status.send(Used(kind.name, verdict.used, saved, printable(verdict.reason)))
-        await self._seeds.judged(adoption, verdict, saved)
+        await self._seeds.judged(adoption, self._site, verdict, saved)
 
     def annotated(self, capture: Capture) -> Capture:
         """`capture` with what its warmup cost here, so that those who adopt it know what they saved."""

@@ -18,11 +18,13 @@ from typing import Literal
 from warmseed.blocking import run_blocking
 from warmseed.errors import WarmseedError, printable
 from warmseed.seeding.artifact import ArtifactKey, object_key
+from warmseed.seeding.bundle.index import read_index
 from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.errors import ArtifactRefused, CannotJudge
 from warmseed.seeding.kinds.base import Installation, Kind, Site
 from warmseed.seeding.manifest import Manifest
 from warmseed.seeding.origins import Origin, StoreOrigin
+from warmseed.seeding.probation import Probation
 from warmseed.seeding.trust import Expected, Trust
 from warmseed.seeding.trust_file import save_marks
 from warmseed.stores.errors import StoreError
@@ -86,6 +88,7 @@ class Adopter:
         origins: Sequence[Origin],
         *,
         trust: Trust,
+        probation: Probation,
         state: Path,
         budget: float,
         clock: Callable[[], float] = time.time,
@@ -93,6 +96,8 @@ class Adopter:
         """`state` is warmseed's own folder, `budget` the seconds one adoption may take in all."""
         self._origins = origins
         self._trust = trust
+        self._probation = probation
+        self._state = state
         self._marks = state / "highest.json"
         self._staging = state / "staging"
         self._budget = budget
@@ -121,15 +126,17 @@ class Adopter:
     async def known(self, kind: Kind, site: Site) -> tuple[Manifest, bytes] | None:
         """The newest manifest of `kind` that this node believes, with its envelope; nothing is installed."""
         expected = await self._expected(kind, site)
-        for origin in self._origins:
-            if not isinstance(origin, StoreOrigin):
-                continue
-            async for envelope in self._candidates(origin, expected.key):
+        for store in self._stores:
+            async for envelope in self._candidates(store, expected.key):
                 try:
-                    return await self._believe(origin, envelope, expected), envelope
+                    return await self._believe(store, envelope, expected), envelope
                 except ArtifactRefused as error:
-                    _log.info("kind=%s origin=%s refused=%s %s", kind.name, origin.name, error.reason, error)
+                    _log.info("kind=%s origin=%s refused=%s %s", kind.name, store.name, error.reason, error)
         return None
+
+    @property
+    def _stores(self) -> list[StoreOrigin]:
+        return [origin for origin in self._origins if isinstance(origin, StoreOrigin)]
 
     async def _expected(self, kind: Kind, site: Site) -> Expected:
         environment = await run_blocking(kind.environment, site)
@@ -168,10 +175,15 @@ class Adopter:
     async def _try(self, search: _Search, origin: Origin, envelope: bytes) -> tuple[Manifest, Installation] | None:
         try:
             manifest = await self._believe(origin, envelope, search.expected)
+            await run_blocking(self._probation.check, manifest.sha256)
             async with self._fetched(manifest, origin) as (payload, index):
                 if self._trust.remember(manifest, search.expected):
                     await run_blocking(save_marks, self._marks, self._trust.marks)
+                rank = search.expected.key.rank_label
+                await run_blocking(self._probation.begin, manifest.kind, manifest.sha256, manifest.generation, rank)
                 installation = await run_blocking(search.kind.install, manifest, payload, index, search.site)
+                for store in self._stores:
+                    await store.keep(search.expected.key, manifest, envelope, payload, index)
         except CannotJudge as error:
             search.refuse(origin.name, "cannot-judge", str(error))
         except ArtifactRefused as error:
@@ -193,8 +205,8 @@ class Adopter:
             pin = await origin.pin(expected.key)
         manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
         # The fleet may know something about this very payload that its manifest can't say.
-        for other in self._origins:
-            if isinstance(other, StoreOrigin) and (denial := await other.denial(manifest.sha256)) is not None:
+        for store in self._stores:
+            if (denial := await store.denial(manifest.sha256)) is not None:
                 self._trust.deny(denial, now=now)
                 return self._trust.believe(envelope, expected, now=now, pin=pin)
         return manifest
@@ -215,17 +227,27 @@ class Adopter:
                     origin, object_key(manifest.index.sha256), manifest.index.sha256, manifest.index.length, files
                 )
                 index = await run_blocking(path.read_bytes)
-            form = manifest.stored or manifest
-            payload = await self._object(origin, manifest.store_key, form.sha256, form.length, files)
+            payload = await self._payload(origin, manifest, index, files)
             yield payload, index
         finally:
             for file in files:
                 file.unlink(missing_ok=True)
 
+    async def _payload(self, origin: Origin, manifest: Manifest, index: bytes | None, files: list[Path]) -> Path:
+        """The stored object: put together from what this node has of earlier bundles, or fetched whole."""
+        if index is not None and manifest.index is not None and manifest.stored is not None:
+            contents = await run_blocking(read_index, index, manifest.index)
+            for store in self._stores:
+                path = await store.delta(contents, manifest.stored, state=self._state, folder=self._staging)
+                if path is not None:
+                    files.append(path)
+                    return path
+        form = manifest.stored or manifest
+        return await self._object(origin, manifest.store_key, form.sha256, form.length, files)
+
     async def _object(self, origin: Origin, store_key: str, sha256: str, length: int, files: list[Path]) -> Path:
         # Stores are built for many readers, a peer is busy with its own engines: it is asked last.
-        stores = [o for o in self._origins if isinstance(o, StoreOrigin)]
-        for place in dict.fromkeys([*stores, origin]):
+        for place in dict.fromkeys([*self._stores, origin]):
             try:
                 path = await place.object(store_key, sha256=sha256, length=length, folder=self._staging)
             except StoreError as error:
