@@ -8,6 +8,7 @@ import typer
 
 from warmseed.daemon.cli.preload import preload
 from warmseed.daemon.cli.run import run
+from warmseed.daemon.cli.token import app as token_app
 from warmseed.daemon.flags import CONTEXT_SETTINGS
 from warmseed.errors import ConfigurationError, WarmseedError
 
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command("preload", context_settings=CONTEXT_SETTINGS)(preload)
 app.command("run")(run)
+app.add_typer(token_app)
 
 
 def main() -> None:

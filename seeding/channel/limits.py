@@ -29,7 +29,7 @@ class ServerLimits:
     request_seconds: float = 10.0  # to send the whole request
     turn_seconds: float = 20.0  # to wait for a turn; then the answer is "busy"
     busy_retry_seconds: float = 2.0  # what "busy" suggests
-    descriptions: int = 16  # answered at once; each may hold one payload of at most 8 MiB
+    descriptions: int = 8  # answered at once; each may hold one payload of at most 8 MiB
     streams: int = 8  # objects streamed at once; each holds one chunk
     source_seconds: float = 20.0  # for the source to find what was asked
     # Slow readers: a whole answer may take `answer_seconds` and its length at this rate.

@@ -264,7 +264,7 @@ def _forged_context(key_id: str) -> ssl.SSLContext:
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols([ALPN])
-    tls._load_chain(context, leaf, key)
+    tls._load_chain(context, [leaf], key)
     return context
 
 
