@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -27,7 +27,7 @@ from warmseed.seeding.trust import Expected, Trust
 from warmseed.seeding.trust_file import save_marks
 from warmseed.stores.errors import StoreError
 
-__all__ = ["Adopter", "Adoption", "Refusal"]
+__all__ = ["Adopter", "Adoption", "Candidate", "Refusal"]
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +62,17 @@ class Adoption:
         if self.outcome == "present":
             return True
         return self.installation is not None and self.installation.complete
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An artifact that is believed and fetched, but not installed."""
+
+    origin: str
+    manifest: Manifest
+    envelope: bytes
+    payload: Path  # a staging file, there for as long as `Adopter.candidates` is open
+    index: bytes | None
 
 
 @dataclass(slots=True)
@@ -130,6 +141,56 @@ class Adopter:
                 except ArtifactRefused as error:
                     _log.info("kind=%s origin=%s refused=%s %s", kind.name, origin.name, error.reason, error)
         return None
+
+    @asynccontextmanager
+    async def candidates(self, kind: Kind, site: Site, *, most: int = 16) -> AsyncIterator[list[Candidate]]:
+        """Every artifact that would be believed here, for those who must choose one together with others.
+
+        Nothing is installed; what could not be had within the budget is not among them.
+        """
+        search = _Search(kind, site, await self._expected(kind, site))
+        found: dict[tuple[int, str], Candidate] = {}
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(self._budget):
+                    for origin in self._origins:
+                        await self._gather(search, origin, stack, found, most)
+            except TimeoutError:
+                search.refuse("", "budget", f"the search ended after {self._budget:g} s")
+            yield list(found.values())
+
+    async def _gather(
+        self,
+        search: _Search,
+        origin: Origin,
+        stack: AsyncExitStack,
+        found: dict[tuple[int, str], Candidate],
+        most: int,
+    ) -> None:
+        try:
+            async for envelope in self._candidates(origin, search.expected.key):
+                try:
+                    manifest = await self._believe(origin, envelope, search.expected)
+                    name = (manifest.generation, manifest.sha256)
+                    if name in found or len(found) >= most:
+                        continue
+                    payload, index = await stack.enter_async_context(self._fetched(manifest, origin))
+                    found[name] = Candidate(origin.name, manifest, envelope, payload, index)
+                except ArtifactRefused as error:
+                    search.refuse(origin.name, error.reason, str(error))
+        except (StoreError, ChannelError, OSError) as error:
+            search.refuse(origin.name, "unavailable", str(error))
+
+    async def install(self, kind: Kind, site: Site, candidate: Candidate) -> Installation:
+        """Put `candidate` in place.
+
+        Raises:
+            ArtifactRefused: the kind refuses it; nothing has changed then.
+            OSError: the disk fails; nothing has changed then.
+        """
+        if self._trust.remember(candidate.manifest, await self._expected(kind, site)):
+            await run_blocking(save_marks, self._marks, self._trust.marks)
+        return await run_blocking(kind.install, candidate.manifest, candidate.payload, candidate.index, site)
 
     async def _expected(self, kind: Kind, site: Site) -> Expected:
         environment = await run_blocking(kind.environment, site)
