@@ -272,9 +272,14 @@ class Adopter:
         manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
         # The fleet may know something about this very payload that its manifest can't say.
         for store in self._stores:
-            if (denial := await store.denial(manifest.sha256)) is not None:
+            if (denial := await store.denial(manifest.sha256)) is None:
+                continue
+            try:
                 self._trust.deny(denial, now=now)
-                manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
+            except ArtifactRefused as error:  # a store writer without a key forbids nothing
+                _log.warning("store=%s a denial of %s is ignored: %s", store.name, manifest.sha256[:12], error)
+                continue
+            manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
         await run_blocking(self._probation.check, manifest.sha256)
         return manifest
 
