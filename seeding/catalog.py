@@ -11,9 +11,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from warmseed.seeding.artifact import ArtifactKey
-from warmseed.seeding.manifest import MANIFEST_BYTES
-from warmseed.stores.base import Store
-from warmseed.stores.errors import StoreError
+from warmseed.seeding.manifest import MANIFEST_BYTES, Manifest
+from warmseed.stores.chain import Chain
 
 __all__ = ["Catalog"]
 
@@ -24,10 +23,10 @@ HEAD_BYTES = 20  # digits of a generation
 
 
 class Catalog:
-    """The manifests of one store or chain."""
+    """The manifests in one chain of stores."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, chain: Chain) -> None:
+        self._store = chain
 
     async def newest(self, key: ArtifactKey, *, known: int = 0) -> int:
         """The newest generation in the store, 0 if there is none.
@@ -63,8 +62,10 @@ class Catalog:
         """The envelope of one generation, or `None`."""
         return await self._store.get(key.manifest_key(generation), limit=MANIFEST_BYTES)
 
-    async def append(self, key: ArtifactKey, sign: Callable[[int], bytes], *, known: int = 0) -> int:
-        """Write the next generation, as `sign` makes it; the generation's number.
+    async def append(
+        self, key: ArtifactKey, sign: Callable[[int], tuple[Manifest, bytes]], *, known: int = 0
+    ) -> tuple[Manifest, bytes]:
+        """Write the next generation, as `sign` makes it of its number; what was written.
 
         Two nodes that publish at once may take the same number in a store without compare-and-set; one of the
         two equivalent manifests then stands, and each node keeps its own on its own disk.
@@ -73,13 +74,12 @@ class Catalog:
             StoreError: when the store did not take it.
         """
         generation = max(await self.newest(key, known=known), known) + 1
-        await self._store.put(key.manifest_key(generation), sign(generation))
+        manifest, envelope = sign(generation)
+        await self._store.put(key.manifest_key(generation), envelope)
         await self._store.put(key.head_key, str(generation).encode())
-        return generation
+        return manifest, envelope
 
     async def _head(self, key: ArtifactKey) -> int:
-        try:
-            head = await self._store.get(key.head_key, limit=HEAD_BYTES)
-        except StoreError:
-            return 0
-        return int(head) if head is not None and head.isdigit() and len(head) < HEAD_BYTES else 0
+        """The highest hint of any tier: a node's own disk does not learn what others publish."""
+        heads = [answer.data async for answer in self._store.answers(key.head_key, limit=HEAD_BYTES)]
+        return max((int(head) for head in heads if head.isdigit() and len(head) < HEAD_BYTES), default=0)

@@ -113,6 +113,11 @@ class Trust:
         self._marks[folder] = mark
         return True
 
+    def pinned(self, pin: bytes, key: ArtifactKey, *, now: int) -> int | None:
+        """The generation that the valid pin in the envelope `pin` names for `key`, or `None`."""
+        stated = self._valid_pin(pin, key, now)
+        return None if stated is None else stated.generation
+
     def deny(self, envelope: bytes, *, now: int) -> Denial:
         """Learn a denial that the fleet published.
 
@@ -183,19 +188,25 @@ class Trust:
         """The valid pin for `expected.key`, after checking that `manifest` is what it names."""
         if pin is None:
             return None
-        try:
-            stated = verify_pin(pin, self.keyring)
-            self._check_dates("pin", stated.issued_at, stated.expires_at, now)
-        except ArtifactRefused as error:
-            _log.warning("a pin is ignored: %s", error)
-            return None
-        if stated.key != expected.key:
-            _log.warning("a pin is ignored: it names another artifact")
+        stated = self._valid_pin(pin, expected.key, now)
+        if stated is None:
             return None
         if (stated.generation, stated.sha256) != (manifest.generation, manifest.sha256):
             raise ArtifactRefused(
                 "pinned", f"generation {manifest.generation} is not the pinned generation {stated.generation}"
             )
+        return stated
+
+    def _valid_pin(self, pin: bytes, key: ArtifactKey, now: int) -> Pin | None:
+        try:
+            stated = verify_pin(pin, self.keyring)
+            self._check_dates("pin", stated.issued_at, stated.expires_at, now)
+        except ArtifactRefused as error:
+            _log.warning("the pin of %s is ignored: %s", key.manifest_folder, error)
+            return None
+        if stated.key != key:
+            _log.warning("the pin of %s is ignored: it names another artifact", key.manifest_folder)
+            return None
         return stated
 
     def _check_age(self, manifest: Manifest, expected: Expected, now: int, *, pinned: Pin | None) -> None:

@@ -6,6 +6,12 @@ import sys
 
 import typer
 
+from warmseed.daemon.cli.env import env, execute
+from warmseed.daemon.cli.preload import preload
+from warmseed.daemon.cli.report import report
+from warmseed.daemon.cli.run import run
+from warmseed.daemon.cli.token import app as token_app
+from warmseed.daemon.flags import CONTEXT_SETTINGS
 from warmseed.errors import ConfigurationError, WarmseedError
 
 __all__ = ["app", "main"]
@@ -17,6 +23,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("preload", context_settings=CONTEXT_SETTINGS)(preload)
+app.command("run")(run)
+app.command("env")(env)
+app.command("exec")(execute)
+app.command("report")(report)
+app.add_typer(token_app)
 
 
 def main() -> None:

@@ -15,12 +15,15 @@ import typer
 
 from warmseed.daemon.engines.torch import TorchEngine
 from warmseed.daemon.paths import default_cache_root
+from warmseed.daemon.weights.errors import WeightCacheError, WeightCacheUnavailable
 from warmseed.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
 
-    from warmseed.daemon.weights.client import Attachment, LoaderConfig
+    from warmseed.daemon.weights.client import Attachment
+    from warmseed.daemon.weights.loader_config import LoaderConfig
+    from warmseed.seeding.kinds.base import Evidence
 
 __all__ = ["run"]
 
@@ -72,34 +75,32 @@ def run(
 
     phases = _Phases()
     with phases.timed("import"):
-        server.import_everything()
+        server.prepare()
     module, attachment, source = _weights(server, loader, load_format, phases)
     server.compile(module)
     with phases.timed("compile"):
         evidence = server.warm_up(module)
     if attachment is not None:
-        attachment.report(evidence)
+        _report(attachment, evidence)
 
     def answer(text: str) -> None:
-        with phases.timed("first_token"):
-            generation = server.generate(module, text, max_tokens=max_tokens)
-        phases.seconds["first_token"] = round(generation.first_token_seconds, 4)
-        phases.seconds["total"] = round(time.monotonic() - started, 4)
+        asked = time.monotonic()
+        generation = server.generate(module, text, max_tokens=max_tokens)
         if not as_json:
             print(generation.text, flush=True)
             return
-        print(
-            json.dumps(
-                {
-                    "text": generation.text,
-                    "tokens": generation.tokens,
-                    "phases": phases.seconds,
-                    **source,
-                    "evidence": {"seconds": round(evidence.seconds, 4), "counters": dict(evidence.counters)},
-                }
-            ),
-            flush=True,
-        )
+        seconds = {**phases.seconds, "first_token": round(generation.first_token_at - asked, 4)}
+        counters = {"seconds": round(evidence.seconds, 4), "counters": dict(evidence.counters)}
+        record = {
+            "text": generation.text,
+            "tokens": generation.tokens,
+            "phases": seconds,
+            "total": round(generation.first_token_at - started, 4),
+            "first_token_at": generation.first_token_at,
+            **source,
+            "evidence": counters,
+        }
+        print(json.dumps(record), flush=True)
 
     for text in prompt or ():
         answer(text)
@@ -110,8 +111,25 @@ def run(
         attachment.close()
 
 
+def _report(attachment: Attachment, evidence: Evidence) -> None:
+    """Tell the daemon what this warmup used; a daemon that can't take it costs the verdict, not the answer."""
+    from warmseed.daemon.weights.messages import Report
+
+    try:
+        attachment.report(
+            Report(
+                seconds=evidence.seconds,
+                counters={name: float(value) for name, value in evidence.counters.items()},
+                lines=evidence.lines,
+                new_files=evidence.new_files,
+            )
+        )
+    except WeightCacheError as error:
+        print(f"warmseed: the daemon did not take the evidence of use: {error}", file=sys.stderr)
+
+
 def _loader_config(extra: str, socket_path: Path | None, socket_dir: Path | None, fallback: bool) -> LoaderConfig:
-    from warmseed.daemon.weights.client import LoaderConfig
+    from warmseed.daemon.weights.loader_config import LoaderConfig
 
     try:
         given: Any = json.loads(extra)
@@ -128,4 +146,54 @@ def _loader_config(extra: str, socket_path: Path | None, socket_dir: Path | None
 def _weights(
     server: TorchEngine, loader: LoaderConfig, load_format: str, phases: _Phases
 ) -> tuple[torch.nn.Module, Attachment | None, dict[str, Any]]:
-    raise NotImplementedError
+    """The model with its weights; the attachment that holds them, if a daemon's; and where they came from."""
+    if load_format == "ipc_cache":
+        try:
+            return _attached(server, loader, phases)
+        except WeightCacheUnavailable as error:
+            if not loader.fallback:
+                raise
+            print(f"warmseed: {error}; loading from disk", file=sys.stderr)
+            reason = {"fallback": error.reason, "fields": list(error.fields)}
+    else:
+        reason = {}
+    with phases.timed("load"):
+        module = server.load_module()
+    return module, None, {"source": "disk", **reason}
+
+
+def _attached(
+    server: TorchEngine, loader: LoaderConfig, phases: _Phases
+) -> tuple[torch.nn.Module, Attachment, dict[str, Any]]:
+    from warmseed.daemon.weights.checkpoint import digest_checkpoint, stat_checkpoint
+    from warmseed.daemon.weights.client import attach, map_into
+
+    with phases.timed("build"):
+        module = server.shell()
+    before = _private_bytes()
+    with phases.timed("attach"):
+        attachment = attach(
+            loader.address(server.device_uuid()),
+            server.fingerprint(stat_checkpoint(server.model)),
+            mode=loader.mode,
+            connect_timeout_s=loader.connect_timeout_s,
+            state_timeout_s=loader.state_timeout_s,
+            fallback=loader.fallback,
+            device=server.device,
+            digest=lambda mode: digest_checkpoint(server.model, mode=mode),
+        )
+        map_into(module, attachment)
+    growth = max(0, _private_bytes() - before)
+    source = {
+        "source": "ipc_cache",
+        "attach_ms": round(phases.seconds["attach"] * 1e3, 2),
+        "weights_bytes": attachment.nbytes,
+        "private_growth": round(growth / attachment.nbytes, 5),
+    }
+    return module, attachment, source
+
+
+def _private_bytes() -> int:
+    """Bytes of memory that belong to this process alone (proc(5), smaps_rollup)."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return sum(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Private_"))

@@ -61,6 +61,23 @@ class Engine(Protocol):
 
     name: str
 
+    @property
+    def device(self) -> str:
+        """The torch device of this rank: ``cpu``, ``cuda:3``."""
+        ...
+
+    def device_uuid(self) -> str:
+        """The stable name of that device, from which the daemon's socket path follows."""
+        ...
+
+    def device_index(self) -> int:
+        """The device index that compiled code may embed; -1 on a CPU."""
+        ...
+
+    def prepare(self) -> None:
+        """Import what `load` needs. Blocks for seconds; safe to run beside adoption."""
+        ...
+
     def identity(self) -> EngineIdentity:
         """Configuration hash and factors; needs no GPU."""
         ...
@@ -85,6 +102,18 @@ class Engine(Protocol):
         """What a daemon's weights and an engine's expectations must agree on."""
         ...
 
-    def rehearsal(self, *, socket: Path, cache_root: Path) -> list[str]:
-        """The command line of a throwaway engine: maps the weights at `socket`, warms up, answers, exits."""
+    def table_hash(self) -> str:
+        """The configuration hash under which engines look for tables, once the model is loaded.
+
+        Engines change their configuration while they build the model, so it may differ from the identity's.
+        """
+        ...
+
+    def rehearsal(self, *, socket_dir: Path, cache_root: Path) -> list[str]:
+        """The command line of a throwaway engine: maps this node's weights at the sockets in `socket_dir`,
+        warms up, reports its evidence, answers one token and exits."""
+        ...
+
+    def release(self) -> None:
+        """Give back what start-up allocated and serving does not need: communicators, workspaces, free lists."""
         ...

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from warmseed.daemon.engines.base import CacheLayout, EngineIdentity, LoadedModel, canonical_digest
+from warmseed.daemon.weights.checkpoint import CheckpointIdentity, DigestMode, check_unchanged, digest_checkpoint
+from warmseed.daemon.weights.errors import CheckpointInvalid
+from warmseed.daemon.weights.fingerprint import Fingerprint, config_digest
+from warmseed.daemon.weights.safetensors import check_header, read_header
 from warmseed.errors import ConfigurationError, printable
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.kinds.base import Evidence, Kind
@@ -27,10 +32,7 @@ from warmseed.seeding.kinds.base import Evidence, Kind
 if TYPE_CHECKING:
     import torch
 
-    from warmseed.daemon.weights.checkpoint import CheckpointIdentity
-    from warmseed.daemon.weights.fingerprint import Fingerprint
-
-__all__ = ["BUCKETS", "Generation", "TorchEngine"]
+__all__ = ["BUCKETS", "Generation", "TorchEngine", "layout_below"]
 
 BUCKETS = (16, 32, 48, 64, 80, 96, 112, 128)  # tokens; the sequence lengths a start warms up
 _CONFIG_BYTES = 1 << 20  # bytes in the largest config.json read
@@ -42,7 +44,7 @@ class Generation:
 
     text: str
     tokens: list[int] = field(default_factory=list)
-    first_token_seconds: float = 0.0
+    first_token_at: float = 0.0  # time.monotonic(), one clock for all processes of a boot
 
 
 class TorchEngine:
@@ -56,7 +58,8 @@ class TorchEngine:
         *,
         dtype: str = "bfloat16",
         device: str = "",
-        checkpoint_digest: str = "full",
+        local_rank: int = 0,
+        checkpoint_digest: DigestMode = "full",
         buckets: Sequence[int] = BUCKETS,
     ) -> None:
         """Check the folder before anything heavy is imported.
@@ -69,16 +72,30 @@ class TorchEngine:
         self.buckets = tuple(buckets)
         self.checkpoint_digest = checkpoint_digest
         self._device = device
+        self._local_rank = local_rank
         self._config = _read_config(self.model)
 
     @property
     def device(self) -> str:
-        """The torch device: as asked for, or the first GPU where there is one."""
+        """The torch device: as asked for, or this rank's GPU where there is one."""
         if not self._device:
-            import torch
-
-            self._device = "cuda:0" if torch.cuda.is_available() else "cpu"
+            self._device = f"cuda:{self._local_rank}" if _has_gpu() else "cpu"
         return self._device
+
+    def device_uuid(self) -> str:
+        if self.device == "cpu":
+            return f"cpu{self._local_rank}"
+        import torch
+
+        from warmseed.daemon.weights.devices import device_uuid
+
+        return device_uuid(torch.device(self.device))
+
+    def device_index(self) -> int:
+        return -1 if self.device == "cpu" else int(self.device.partition(":")[2] or 0)
+
+    def prepare(self) -> None:
+        import transformers.models.auto.modeling_auto  # noqa: F401
 
     def identity(self) -> EngineIdentity:
         factors = {
@@ -97,12 +114,7 @@ class TorchEngine:
         return Environment({**host_facts(), **_device_facts(self.device)})
 
     def caches(self, cache_root: Path) -> CacheLayout:
-        inductor = cache_root / "torch" / "inductor"
-        triton = cache_root / "torch" / "triton"
-        return CacheLayout(
-            roots={"inductor": inductor, "triton": triton},
-            variables={"TORCHINDUCTOR_CACHE_DIR": str(inductor), "TRITON_CACHE_DIR": str(triton)},
-        )
+        return layout_below(cache_root)
 
     def kinds(self) -> Sequence[Kind]:
         from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind
@@ -112,10 +124,13 @@ class TorchEngine:
         return [CompileCacheKind([InductorCache(), TritonCache()])]
 
     def load(self) -> LoadedModel:
-        from warmseed.daemon.weights.checkpoint import digest_checkpoint
-
-        checkpoint = digest_checkpoint(self.model, mode=self.checkpoint_digest)
-        return LoadedModel(self.load_module(), checkpoint)
+        # Beside the load, so that the bytes are read from disk once and hashed from the page cache.
+        with ThreadPoolExecutor(1, thread_name_prefix="warmseed-digest") as pool:
+            digesting = pool.submit(digest_checkpoint, self.model, mode=self.checkpoint_digest)
+            module = self.load_module()
+            checkpoint = digesting.result()
+        check_unchanged(self.model, checkpoint)
+        return LoadedModel(module, checkpoint)
 
     def load_module(self) -> torch.nn.Module:
         """The model from disk, on the device, in evaluation mode."""
@@ -139,14 +154,36 @@ class TorchEngine:
         return module.eval().requires_grad_(False)
 
     def fingerprint(self, checkpoint: CheckpointIdentity) -> Fingerprint:
-        raise NotImplementedError
+        architectures = self._config.get("architectures") or [str(self._config.get("model_type", "unknown"))]
+        facts = self.environment()
+        return Fingerprint(
+            checkpoint=checkpoint,
+            architecture=str(architectures[0]),
+            dtype=self.dtype,
+            rope=config_digest(self._config.get("rope_parameters") or self._config.get("rope_scaling")),
+            engine=self.name,
+            engine_version=version("transformers"),
+            torch_version=facts["torch"],
+            cuda_version=facts.get("cuda", ""),
+            gpu_model="" if self.device == "cpu" else facts["device"],
+        )
 
-    def rehearsal(self, *, socket: Path, cache_root: Path) -> list[str]:
+    def table_hash(self) -> str:
+        return self.identity().config_hash
+
+    def release(self) -> None:
+        import torch
+
+        if self.device != "cpu":
+            torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001 - torch has no public name for it
+            torch.cuda.empty_cache()
+
+    def rehearsal(self, *, socket_dir: Path, cache_root: Path) -> list[str]:
         return [
             *(sys.executable, "-m", "warmseed.daemon.cli.main", "run"),
             *("--engine", self.name, "--model", str(self.model), "--dtype", self.dtype, "--device", self.device),
             *("--cache-root", str(cache_root), "--load-format", "ipc_cache", "--no-fallback"),
-            *("--socket-path", str(socket), "--prompt", "Hello", "--max-tokens", "1", "--json"),
+            *("--socket-dir", str(socket_dir), "--prompt", "Hello", "--max-tokens", "1", "--json"),
         ]
 
     # What the small engine does ---------------------------------------------------------------
@@ -181,7 +218,6 @@ class TorchEngine:
         import torch
         from transformers import AutoTokenizer
 
-        start = time.monotonic()
         tokenizer = AutoTokenizer.from_pretrained(self.model, local_files_only=True)
         ids = _prompt_ids(tokenizer, prompt)
         if len(ids) >= self.buckets[-1]:
@@ -196,7 +232,7 @@ class TorchEngine:
             padded[0, : len(ids)] = torch.tensor(ids)
             token = int(self._logits(module, padded)[0, len(ids) - 1].argmax())
             if not answer.tokens:
-                answer.first_token_seconds = time.monotonic() - start
+                answer.first_token_at = time.monotonic()
             answer.tokens.append(token)
             ids.append(token)
             if token == tokenizer.eos_token_id:
@@ -210,6 +246,16 @@ class TorchEngine:
 
         with torch.inference_mode():
             return module(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def layout_below(cache_root: Path) -> CacheLayout:
+    """Where torch's compilers keep their caches below `cache_root`."""
+    inductor = cache_root / "torch" / "inductor"
+    triton = cache_root / "torch" / "triton"
+    return CacheLayout(
+        roots={"inductor": inductor, "triton": triton},
+        variables={"TORCHINDUCTOR_CACHE_DIR": str(inductor), "TRITON_CACHE_DIR": str(triton)},
+    )
 
 
 def decoder_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -243,9 +289,19 @@ def _checked_folder(model: Path) -> Path:
 
 def _check_safetensors(shard: Path) -> None:
     """Refuse a file that ends before its last tensor, before minutes are spent on loading it."""
-    from warmseed.daemon.weights.safetensors import read_header
+    try:
+        with shard.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            check_header(read_header(file.fileno(), size, shard.name), size, shard.name)
+    except OSError as error:
+        raise ConfigurationError(f"{shard} can't be read: {error.strerror}") from error
+    except CheckpointInvalid as error:
+        raise ConfigurationError(f"{shard.parent}: {error}; download it again") from error
 
-    read_header(shard)
+
+def _has_gpu() -> bool:
+    """Whether a GPU driver is present; asked without importing torch, which takes seconds."""
+    return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import NoReturn
 from warmseed.errors import printable
 from warmseed.seeding.errors import ArtifactRefused
 
-__all__ = ["BLOCK", "MEMBERS", "Member", "check_name", "header", "members", "padding", "trailer"]
+__all__ = ["BLOCK", "MEMBERS", "Member", "Order", "check_name", "header", "members", "padding", "trailer"]
 
 BLOCK = 512  # bytes
 RECORD = 20 * BLOCK  # bytes; the end of an archive is padded to a whole record
@@ -160,7 +160,7 @@ def members(data: Buffer) -> Iterator[Member]:
         ArtifactRefused: ``malformed``, at the first byte that the writer would not have written.
     """
     total, offset, count = len(data), 0, 0
-    order = _Order()
+    order = Order()
     while True:
         first = bytes(data[offset : offset + BLOCK])
         if len(first) < BLOCK:
@@ -190,7 +190,7 @@ def members(data: Buffer) -> Iterator[Member]:
         _refuse("its end is not two blocks of zeros and the padding of a record")
 
 
-class _Order:
+class Order:
     """What the names so far allow the next one to be."""
 
     __slots__ = ("_folded", "_previous")
@@ -200,7 +200,11 @@ class _Order:
         self._folded: dict[str, str] = {}  # case-folded file or folder -> its spelling, "" for a file
 
     def check(self, name: str) -> None:
-        """Refuse `name` if it is out of order, or if a file system could take it for another one."""
+        """Remember `name`, if it comes after the one before and no file system could take it for another.
+
+        Raises:
+            ArtifactRefused: ``malformed``.
+        """
         raw = name.encode("utf-8")
         if raw <= self._previous:
             _refuse(f"{printable(name)!r} stands out of order or twice")

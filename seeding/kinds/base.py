@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from warmseed.seeding.environment import Environment
-from warmseed.seeding.manifest import Manifest
+from warmseed.seeding.manifest import Manifest, Stored
 
-__all__ = ["Capture", "Evidence", "Installation", "Kind", "Site", "Verdict"]
+__all__ = ["Capture", "Evidence", "HealsDisk", "Installation", "Kind", "Site", "Verdict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,14 @@ class Capture:
     """What a kind read from this node's caches, ready to be signed and published."""
 
     filename: str
-    payload: Path  # a file in `Site.state` that holds the payload, uncompressed
-    sha256: str
-    length: int  # bytes
+    payload: Path  # a file in `Site.state` that holds the payload: uncompressed, or as `stored` says
+    sha256: str  # of the payload, uncompressed
+    length: int  # bytes of the payload, uncompressed
     environment: Environment  # the part of the site's environment this payload depends on
     device_index: int
     store_key: str
+    also: tuple[str, ...] = ()  # further store keys of the same bytes, where stock readers look
+    stored: Stored | None = None  # the compressed form in `payload`, ready to be put at `store_key` as it is
     index: bytes | None = None  # bundles: the file index
     provenance: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)  # file or cache -> why it is not in the payload
@@ -117,4 +119,17 @@ class Kind(Protocol):
 
     def retract(self, installation: Installation, site: Site) -> None:
         """Take an installation back: quarantined, never silently deleted."""
+        ...
+
+
+@runtime_checkable
+class HealsDisk(Protocol):
+    """A kind whose local files can poison every start; called once before anything is adopted or warmed up."""
+
+    def heal(self, site: Site) -> tuple[str, ...]:
+        """Move what would crash or be refused at every start aside, and say what was done, one line each.
+
+        Raises:
+            OSError: when the disk does not let us; nothing is lost then.
+        """
         ...

@@ -1,0 +1,48 @@
+"""Engines by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from warmseed.daemon.engines import torch as torch_engine
+from warmseed.daemon.engines.base import CacheLayout, Engine
+from warmseed.daemon.engines.torch import TorchEngine
+from warmseed.daemon.spec import RankSpec
+from warmseed.errors import ConfigurationError, printable
+
+__all__ = ["cache_layout", "engine_for"]
+
+
+def engine_for(spec: RankSpec) -> Engine:
+    """The engine of one rank.
+
+    Raises:
+        ConfigurationError: for a model or flags that the engine can't serve.
+    """
+    config = spec.config
+    if config.engine == "torch":
+        return TorchEngine(
+            Path(config.model),
+            dtype="bfloat16" if config.dtype == "auto" else config.dtype,
+            local_rank=spec.local_rank,
+            checkpoint_digest=config.checkpoint_digest,
+        )
+    from warmseed.daemon.engines.vllm.adapter import VllmEngine
+
+    return VllmEngine(spec)
+
+
+def cache_layout(engine: str, cache_root: Path) -> CacheLayout:
+    """Where processes of the engine called `engine` keep their caches below `cache_root`.
+
+    Raises:
+        ConfigurationError: there is no such engine.
+    """
+    if engine == "torch":
+        return torch_engine.layout_below(cache_root)
+    if engine == "vllm":
+        from warmseed.daemon.engines.vllm import layout
+
+        return layout.layout_below(cache_root, os.environ, flashinfer="", arch="")
+    raise ConfigurationError(f"there is no engine {printable(engine)!r}; choose vllm or torch")

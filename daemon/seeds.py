@@ -1,0 +1,284 @@
+"""One rank's seeding side, put together from its configuration: whom it believes, where it looks, whom it serves."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Literal, ParamSpec, TypeVar
+
+from warmseed.blocking import run_blocking
+from warmseed.daemon.paths import state_folder
+from warmseed.daemon.spec import RankSpec
+from warmseed.errors import WarmseedError, printable
+from warmseed.seeding.adopt import Adopter, Adoption
+from warmseed.seeding.artifact import ArtifactKey, denial_key
+from warmseed.seeding.channel.client import SeedClient, new_instance
+from warmseed.seeding.channel.endpoint import Endpoint
+from warmseed.seeding.channel.server import SeedServer
+from warmseed.seeding.channel.sources import Patience
+from warmseed.seeding.environment import Environment
+from warmseed.seeding.keys import Keyring, PublisherKey
+from warmseed.seeding.kinds.base import Capture, Kind, Site, Verdict
+from warmseed.seeding.ledger import Entry, Ledger
+from warmseed.seeding.origins import Origin, PeerOrigin, StoreOrigin
+from warmseed.seeding.probation import Probation
+from warmseed.seeding.publish import Publisher
+from warmseed.seeding.shelf import Shelf
+from warmseed.seeding.statements import sign_denial
+from warmseed.seeding.token import MANIFEST_LABEL, Token, read_tokens
+from warmseed.seeding.trust import Trust
+from warmseed.seeding.trust_file import load_marks
+from warmseed.stores.base import Observer
+from warmseed.stores.chain import Chain
+from warmseed.stores.errors import StoreError
+from warmseed.stores.registry import open_stores
+
+__all__ = ["Seeds"]
+
+_log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+Event = Literal["adopted", "used", "unused", "refused", "published", "quarantined", "local"]
+
+
+class Seeds:
+    """What a rank needs to adopt, publish and serve warmup caches."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        *,
+        trust: Trust,
+        keys: Sequence[PublisherKey],
+        tokens: Sequence[Token],
+        spec: RankSpec,
+        state: Path,
+    ) -> None:
+        self.chain = chain
+        self.shelf = Shelf(chain)
+        self._trust, self._keys, self._tokens = trust, keys, tokens
+        self._spec, self._state = spec, state
+        self._probation = Probation(state)
+        self._ledger = Ledger(state / "ledger.jsonl")
+        self._instance = new_instance()
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, spec: RankSpec, cache_root: Path, *, observer: Observer) -> AsyncIterator[Seeds]:
+        """The seeding side of `spec`'s rank; its listener runs for as long as the block.
+
+        Raises:
+            ConfigurationError: for a token, key or store that can't work, or a listener's port in use.
+        """
+        config = spec.config
+        state = state_folder(cache_root)
+        file = None if config.seed_token_file is None else Path(config.seed_token_file)
+        arguments = () if config.seed_token is None else (config.seed_token.reveal(),)
+        tokens = await run_blocking(read_tokens, file=file, arguments=arguments, environ={})
+        keys, keyring = await run_blocking(_keys, spec, tokens, state)
+        shared = bool(tokens or config.seed_signing_key or config.seed_trusted_keys or config.allow_unsigned)
+        stores = config.warmup_cache_stores if shared else ()
+        chain = await open_stores(
+            stores, folder=state / "store", table=config.stores, writes=config.store_writes, observer=observer
+        )
+        try:
+            marks = await run_blocking(load_marks, state / "highest.json")
+            seeds = cls(chain, trust=Trust(keyring, marks=marks), keys=keys, tokens=tokens, spec=spec, state=state)
+            async with AsyncExitStack() as stack:
+                if spec.seed_listen is not None:
+                    host, port = spec.seed_listen.host, spec.seed_listen.port
+                    server = SeedServer(seeds.shelf, tokens, host=host, port=port, instance=seeds._instance)
+                    await stack.enter_async_context(server.listening())
+                yield seeds
+        finally:
+            await chain.aclose()
+
+    async def adopt(self, kind: Kind, site: Site) -> Adoption:
+        """Have `kind`'s cache in place, from the disk, the stores or a peer; or say why not."""
+        environment = await run_blocking(kind.environment, site)
+        self.shelf.warming(kind.name, environment)
+        adoption = await self._adopter(environment).adopt(kind, site)
+        if adoption.manifest is not None:
+            self.shelf.put(_key(kind.name, site, environment), adoption.envelope, adoption.manifest)
+            await self._record(adoption, site, "adopted", "")
+        elif adoption.outcome == "none":
+            reasons = "; ".join(f"{refusal.origin}: {refusal.reason}" for refusal in adoption.refusals)
+            await self._record(adoption, site, "local", reasons)
+        return adoption
+
+    def _adopter(self, environment: Environment) -> Adopter:
+        return Adopter(
+            self._origins(environment),
+            trust=self._trust,
+            probation=self._probation,
+            state=self._state,
+            budget=self._spec.config.seed_budget + self._spec.config.seed_wait,
+        )
+
+    def _origins(self, environment: Environment) -> list[Origin]:
+        if not len(self._trust.keyring):
+            return []
+        origins: list[Origin] = [StoreOrigin(self.chain)]
+        if self._spec.seed_sources:
+            client = SeedClient(self._tokens, instance=self._instance)
+            peers = [Endpoint(source.host, source.port) for source in self._spec.seed_sources]
+            patience = Patience(wait_seconds=self._spec.config.seed_wait)
+            origins.append(PeerOrigin(client, peers, patience, environment=environment))
+        return origins
+
+    async def hand_on(self, kind: Kind, site: Site) -> bool:
+        """Serve peers what this node has and has published before; whether there is such a publication."""
+        environment = await run_blocking(kind.environment, site)
+        found = await self._adopter(environment).known(kind, site)
+        if found is None:
+            return False
+        manifest, envelope = found
+        self.shelf.put(_key(kind.name, site, environment), envelope, manifest)
+        return True
+
+    async def capture(self, kind: Kind, site: Site) -> Capture | None:
+        """What this node has of `kind`, ready to be published; `None` for nothing, or nothing fit to publish."""
+        if not self._keys:
+            return None
+        try:
+            return await run_blocking(kind.capture, site)
+        except (WarmseedError, OSError) as error:
+            _log.warning("kind=%s not captured, so not published: %s", kind.name, printable(error, limit=500))
+            return None
+
+    async def publish(self, captures: Sequence[tuple[Kind, Capture]], sites: Mapping[str, Site]) -> None:
+        """Publish to the disk, then the stores. A failure costs the fleet a generation, never this node its start."""
+        publisher = Publisher(self.chain, self._keys, publisher=socket.gethostname())
+        for kind, capture in captures:
+            site = sites[kind.name]
+            try:
+                published = await publisher.publish(capture, kind.name, site)
+            except (WarmseedError, OSError) as error:
+                _log.warning("kind=%s not published: %s", kind.name, printable(error, limit=500))
+            else:
+                key = _key(kind.name, site, capture.environment)
+                self.shelf.put(key, published.envelope, published.manifest)
+            finally:
+                await run_blocking(capture.payload.unlink, missing_ok=True)
+        self.shelf.settled()
+
+    async def judged(self, adoption: Adoption, site: Site, verdict: Verdict, saved: float) -> None:
+        """Remember whether an adopted artifact was used, and what it saved; an engine survived it either way."""
+        manifest = adoption.manifest
+        if manifest is None:
+            return
+        await self._quietly(self._probation.prove, manifest.sha256, _label(site))
+        await self._record(
+            adoption,
+            site,
+            "used" if verdict.used else "unused",
+            verdict.reason,
+            saved=saved,
+            per_cache=dict(verdict.per_cache),
+        )
+
+    async def failed(self, kind: Kind, adoption: Adoption, site: Site, reason: str) -> None:
+        """An engine died on an artifact on trial: take it back here, and tell the fleet not to try it."""
+        manifest, installation = adoption.manifest, adoption.installation
+        if manifest is None or installation is None:
+            return
+        _log.error("kind=%s generation=%d quarantined: %s", kind.name, manifest.generation, printable(reason))
+        self.shelf.take_down(manifest.sha256)
+        await self._quietly(kind.retract, installation, site)
+        trial = await self._quietly(self._probation.fail, manifest.sha256, _label(site), reason)
+        await self._record(adoption, site, "quarantined", reason)
+        if trial is None or not self._keys:
+            return
+        denial = sign_denial(self._probation.denial(trial, publisher=socket.gethostname()), self._keys)
+        try:
+            await self.chain.put(denial_key(manifest.sha256), denial)
+        except StoreError as error:
+            _log.warning("kind=%s the fleet was not told of the quarantine: %s", kind.name, printable(error))
+
+    async def _record(
+        self,
+        adoption: Adoption,
+        site: Site,
+        event: Event,
+        reason: str,
+        *,
+        saved: float = 0.0,
+        per_cache: Mapping[str, bool] | None = None,
+    ) -> None:
+        manifest = adoption.manifest
+        entry = Entry(
+            at=int(time.time()),
+            kind=adoption.kind,
+            rank=_label(site),
+            event=event,
+            config_hash=site.config_hash,
+            sha256=manifest.sha256 if manifest else "",
+            generation=manifest.generation if manifest else 0,
+            origin=adoption.origin,
+            bytes=(manifest.stored or manifest).length if manifest else 0,
+            seconds=adoption.seconds,
+            saved=saved,
+            reason=reason[:1024],
+            per_cache=dict(per_cache or {}),
+        )
+        await self._quietly(self._ledger.record, entry)
+
+    async def _quietly(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """What `work` returns; a record that can't be kept is logged and costs nothing else."""
+        try:
+            return await run_blocking(work, *args, **kwargs)
+        except (WarmseedError, OSError) as error:
+            _log.warning("%s: %s", getattr(work, "__name__", "a record"), printable(error, limit=500))
+            return None
+
+
+def _label(site: Site) -> str:
+    """The rank as `ArtifactKey.rank_label` spells it."""
+    return f"dp{site.dp_rank}_rank{site.world_rank}"
+
+
+def _key(kind: str, site: Site, environment: Environment) -> ArtifactKey:
+    return ArtifactKey(
+        kind=kind,
+        config_hash=site.config_hash,
+        environment_hash=environment.digest,
+        dp_rank=site.dp_rank,
+        world_rank=site.world_rank,
+    )
+
+
+def _keys(spec: RankSpec, tokens: Sequence[Token], state: Path) -> tuple[list[PublisherKey], Keyring]:
+    """Who signs here, and who is believed.
+
+    One token is enough: a publisher key follows from it. Where trusted keys are listed, only those count. Without
+    either, the node believes itself alone, so that its own next start finds what this one made.
+    """
+    config = spec.config
+    derived = [PublisherKey(f"token-{token.key_id}", token.derive(MANIFEST_LABEL)) for token in tokens]
+    if not derived and config.seed_signing_key is None and not config.seed_trusted_keys:
+        derived = [_node_key(state / "node.key")]
+    signing = [] if config.seed_signing_key is None else [PublisherKey.load(Path(config.seed_signing_key))]
+    if not config.seed_trusted_keys:
+        keys = signing or derived
+        return keys, Keyring([key.public for key in (*derived, *signing)])
+    lines: list[str] = []
+    for entry in config.seed_trusted_keys:
+        lines += Path(entry).read_text().splitlines() if ":" not in entry else [entry]
+    return signing, Keyring.parse(lines)
+
+
+def _node_key(path: Path) -> PublisherKey:
+    """This node's own key, made at its first start."""
+    try:
+        if not path.exists():
+            PublisherKey.generate("node").save(path)
+    except FileExistsError:  # another rank of this node was first
+        pass
+    except OSError as error:
+        _log.warning("%s can't be written (%s): the next start will not find what this one makes", path, error)
+        return PublisherKey.generate("node")
+    return PublisherKey.load(path)

@@ -1,0 +1,331 @@
+"""Adopts a warmup cache: disk, stores, peers, in that order, and local work when none of them will do.
+
+Nothing here may cost more than its budget, and nothing it meets may stop a start: whatever goes wrong ends as
+an `Adoption` that says why, and the rank does the work itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from warmseed.blocking import run_blocking
+from warmseed.errors import WarmseedError, printable
+from warmseed.seeding.artifact import ArtifactKey, object_key
+from warmseed.seeding.bundle.index import read_index
+from warmseed.seeding.channel.errors import ChannelError
+from warmseed.seeding.errors import ArtifactRefused, CannotJudge
+from warmseed.seeding.kinds.base import Installation, Kind, Site
+from warmseed.seeding.manifest import Manifest
+from warmseed.seeding.origins import Origin, StoreOrigin
+from warmseed.seeding.probation import Probation
+from warmseed.seeding.trust import Expected, Trust
+from warmseed.seeding.trust_file import save_marks
+from warmseed.stores.errors import StoreError
+
+__all__ = ["Adopter", "Adoption", "Candidate", "Refusal"]
+
+_log = logging.getLogger(__name__)
+
+INDEX_BYTES = 64 << 20  # bytes in the largest file index ever read
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why one candidate, or one whole origin, was passed over."""
+
+    origin: str
+    reason: str  # a stable word: `ArtifactRefused.reason`, ``unavailable``, ``missing``, ``disk``, ``budget``
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """How the search for one warmup cache ended."""
+
+    kind: str
+    outcome: Literal["present", "installed", "none"]
+    origin: str = ""  # where it came from
+    manifest: Manifest | None = None
+    envelope: bytes = b""  # as signed, so that this node can hand it on
+    installation: Installation | None = None
+    seconds: float = 0.0
+    refusals: tuple[Refusal, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left for local work."""
+        if self.outcome == "present":
+            return True
+        return self.installation is not None and self.installation.complete
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An artifact that is believed and fetched, but not installed."""
+
+    origin: str
+    manifest: Manifest
+    envelope: bytes
+    payload: Path  # a staging file, there for as long as `Adopter.candidates` is open
+    index: bytes | None
+
+
+@dataclass(slots=True)
+class _Search:
+    """One search under way."""
+
+    kind: Kind
+    site: Site
+    expected: Expected
+    refusals: list[Refusal] = field(default_factory=list)
+
+    def refuse(self, origin: str, reason: str, message: str) -> None:
+        _log.info("kind=%s origin=%s refused=%s %s", self.kind.name, origin, reason, printable(message))
+        self.refusals.append(Refusal(origin, reason, message))
+
+
+class Adopter:
+    """Searches the origins in order; the first artifact that is believed and can be installed wins."""
+
+    def __init__(
+        self,
+        origins: Sequence[Origin],
+        *,
+        trust: Trust,
+        probation: Probation,
+        state: Path,
+        budget: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`state` is warmseed's own folder, `budget` the seconds one adoption may take in all."""
+        self._origins = origins
+        self._trust = trust
+        self._probation = probation
+        self._state = state
+        self._marks = state / "highest.json"
+        self._staging = state / "staging"
+        self._budget = budget
+        self._clock = clock
+
+    async def adopt(self, kind: Kind, site: Site) -> Adoption:
+        """Have `kind`'s cache in place at `site`, or say why it is not. Never raises for what it finds."""
+        start = time.monotonic()
+        search = _Search(kind, site, await self._expected(kind, site))
+        if await run_blocking(kind.present, site):
+            return Adoption(kind.name, "present", "disk", seconds=time.monotonic() - start)
+        try:
+            async with asyncio.timeout(self._budget):
+                adoption = await self._search(search)
+        except TimeoutError:
+            search.refuse("", "budget", f"nothing was adopted within {self._budget:g} s; this node does the work")
+            adoption = None
+        seconds = time.monotonic() - start
+        if adoption is None:
+            return Adoption(kind.name, "none", seconds=seconds, refusals=tuple(search.refusals))
+        origin, manifest, envelope, installation = adoption
+        return Adoption(
+            kind.name, "installed", origin, manifest, envelope, installation, seconds, tuple(search.refusals)
+        )
+
+    async def known(self, kind: Kind, site: Site) -> tuple[Manifest, bytes] | None:
+        """The newest manifest of `kind` that this node believes, with its envelope; nothing is installed."""
+        expected = await self._expected(kind, site)
+        for store in self._stores:
+            async for envelope in self._candidates(store, expected.key):
+                try:
+                    return await self._believe(store, envelope, expected), envelope
+                except ArtifactRefused as error:
+                    _log.info("kind=%s origin=%s refused=%s %s", kind.name, store.name, error.reason, error)
+        return None
+
+    @property
+    def _stores(self) -> list[StoreOrigin]:
+        return [origin for origin in self._origins if isinstance(origin, StoreOrigin)]
+
+    @asynccontextmanager
+    async def candidates(self, kind: Kind, site: Site, *, most: int = 16) -> AsyncIterator[list[Candidate]]:
+        """Every artifact that would be believed here, for those who must choose one together with others.
+
+        Nothing is installed; what could not be had within the budget is not among them.
+        """
+        search = _Search(kind, site, await self._expected(kind, site))
+        found: dict[tuple[int, str], Candidate] = {}
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(self._budget):
+                    for origin in self._origins:
+                        await self._gather(search, origin, stack, found, most)
+            except TimeoutError:
+                search.refuse("", "budget", f"the search ended after {self._budget:g} s")
+            yield list(found.values())
+
+    async def _gather(
+        self,
+        search: _Search,
+        origin: Origin,
+        stack: AsyncExitStack,
+        found: dict[tuple[int, str], Candidate],
+        most: int,
+    ) -> None:
+        try:
+            async for envelope in self._candidates(origin, search.expected.key):
+                try:
+                    manifest = await self._believe(origin, envelope, search.expected)
+                    name = (manifest.generation, manifest.sha256)
+                    if name in found or len(found) >= most:
+                        continue
+                    payload, index = await stack.enter_async_context(self._fetched(manifest, origin))
+                    found[name] = Candidate(origin.name, manifest, envelope, payload, index)
+                except ArtifactRefused as error:
+                    search.refuse(origin.name, error.reason, str(error))
+        except (StoreError, ChannelError, OSError) as error:
+            search.refuse(origin.name, "unavailable", str(error))
+
+    async def install(self, kind: Kind, site: Site, candidate: Candidate) -> Installation:
+        """Put `candidate` in place.
+
+        Raises:
+            ArtifactRefused: the kind refuses it; nothing has changed then.
+            OSError: the disk fails; nothing has changed then.
+        """
+        expected = await self._expected(kind, site)
+        return await self._install(kind, site, expected, candidate)
+
+    async def _install(self, kind: Kind, site: Site, expected: Expected, candidate: Candidate) -> Installation:
+        """What was believed, in place; remembered and on trial before, kept on disk after."""
+        manifest = candidate.manifest
+        if self._trust.remember(manifest, expected):
+            await run_blocking(save_marks, self._marks, self._trust.marks)
+        rank = expected.key.rank_label
+        await run_blocking(self._probation.begin, manifest.kind, manifest.sha256, manifest.generation, rank)
+        installation = await run_blocking(kind.install, manifest, candidate.payload, candidate.index, site)
+        for store in self._stores:
+            await store.keep(expected.key, manifest, candidate.envelope, candidate.payload, candidate.index)
+        return installation
+
+    async def _expected(self, kind: Kind, site: Site) -> Expected:
+        environment = await run_blocking(kind.environment, site)
+        key = ArtifactKey(
+            kind=kind.name,
+            config_hash=site.config_hash,
+            environment_hash=environment.digest,
+            dp_rank=site.dp_rank,
+            world_rank=site.world_rank,
+        )
+        return Expected(
+            key=key, config_digest=site.config_digest, environment=environment, device_index=site.device_index
+        )
+
+    async def _search(self, search: _Search) -> tuple[str, Manifest, bytes, Installation] | None:
+        for origin in self._origins:
+            try:
+                async for envelope in self._candidates(origin, search.expected.key):
+                    found = await self._try(search, origin, envelope)
+                    if found is not None:
+                        return origin.name, found[0], envelope, found[1]
+            except (StoreError, ChannelError) as error:
+                search.refuse(origin.name, "unavailable", str(error))
+        return None
+
+    async def _candidates(self, origin: Origin, key: ArtifactKey) -> AsyncIterator[bytes]:
+        """Envelopes to judge: the pinned generation first, which may be older than the newest few."""
+        known = self._trust.marks.marks.get(key.manifest_folder)
+        if isinstance(origin, StoreOrigin) and (pin := await origin.pin(key)) is not None:
+            generation = self._trust.pinned(pin, key, now=int(self._clock()))
+            if generation is not None and (envelope := await origin.generation(key, generation)) is not None:
+                yield envelope
+        async for envelope in origin.envelopes(key, known=known.generation if known else 0):
+            yield envelope
+
+    async def _try(self, search: _Search, origin: Origin, envelope: bytes) -> tuple[Manifest, Installation] | None:
+        try:
+            manifest = await self._believe(origin, envelope, search.expected)
+            async with self._fetched(manifest, origin) as (payload, index):
+                candidate = Candidate(origin.name, manifest, envelope, payload, index)
+                installation = await self._install(search.kind, search.site, search.expected, candidate)
+        except CannotJudge as error:
+            search.refuse(origin.name, "cannot-judge", str(error))
+        except ArtifactRefused as error:
+            search.refuse(origin.name, error.reason, str(error))
+        except OSError as error:
+            search.refuse(origin.name, "disk", f"{type(error).__name__}: {error}; nothing was installed")
+        except (StoreError, ChannelError) as error:
+            search.refuse(origin.name, "unavailable", str(error))
+        except WarmseedError as error:
+            search.refuse(origin.name, "failed", str(error))
+        else:
+            return manifest, installation
+        return None
+
+    async def _believe(self, origin: Origin, envelope: bytes, expected: Expected) -> Manifest:
+        now = int(self._clock())
+        pin = None
+        if isinstance(origin, StoreOrigin):
+            pin = await origin.pin(expected.key)
+        manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
+        # The fleet may know something about this very payload that its manifest can't say.
+        for store in self._stores:
+            if (denial := await store.denial(manifest.sha256)) is None:
+                continue
+            try:
+                self._trust.deny(denial, now=now)
+            except ArtifactRefused as error:  # a store writer without a key forbids nothing
+                _log.warning("store=%s a denial of %s is ignored: %s", store.name, manifest.sha256[:12], error)
+                continue
+            manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
+        await run_blocking(self._probation.check, manifest.sha256)
+        return manifest
+
+    @asynccontextmanager
+    async def _fetched(self, manifest: Manifest, origin: Origin) -> AsyncIterator[tuple[Path, bytes | None]]:
+        """The payload as it lies in stores, and its index; the files are gone again afterwards.
+
+        Raises:
+            ArtifactRefused: when the bytes are not to be had, or are not the promised ones.
+        """
+        await run_blocking(self._staging.mkdir, 0o700, parents=True, exist_ok=True)
+        files: list[Path] = []
+        try:
+            index = None
+            if manifest.index is not None:
+                path = await self._object(
+                    origin, object_key(manifest.index.sha256), manifest.index.sha256, manifest.index.length, files
+                )
+                index = await run_blocking(path.read_bytes)
+            payload = await self._payload(origin, manifest, index, files)
+            yield payload, index
+        finally:
+            for file in files:
+                file.unlink(missing_ok=True)
+
+    async def _payload(self, origin: Origin, manifest: Manifest, index: bytes | None, files: list[Path]) -> Path:
+        """The stored object: put together from what this node has of earlier bundles, or fetched whole."""
+        if index is not None and manifest.index is not None and manifest.stored is not None:
+            contents = await run_blocking(read_index, index, manifest.index)
+            for store in self._stores:
+                path = await store.delta(contents, manifest.stored, state=self._state, folder=self._staging)
+                if path is not None:
+                    files.append(path)
+                    return path
+        form = manifest.stored or manifest
+        return await self._object(origin, manifest.store_key, form.sha256, form.length, files)
+
+    async def _object(self, origin: Origin, store_key: str, sha256: str, length: int, files: list[Path]) -> Path:
+        # Stores are built for many readers, a peer is busy with its own engines: it is asked last.
+        for place in dict.fromkeys([*self._stores, origin]):
+            try:
+                path = await place.object(store_key, sha256=sha256, length=length, folder=self._staging)
+            except StoreError as error:
+                _log.info("origin=%s object=%s unavailable: %s", place.name, store_key, printable(error))
+                continue
+            if path is not None:
+                files.append(path)
+                return path
+        raise ArtifactRefused("missing", f"{store_key} is described but nowhere to be had")

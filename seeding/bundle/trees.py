@@ -1,0 +1,285 @@
+"""Installed trees: one immutable, versioned folder a generation, and the atomic switch to it.
+
+    state/compiled/lock               held while anything below changes
+    state/compiled/staging/<random>   being written; no engine's path leads here
+    state/compiled/trees/<id>         complete and synced; the name is the commit record
+    state/compiled/replaced/<random>  a folder that stood at a cache root before warmseed's first switch
+    state/compiled/quarantine/<id>    taken back
+
+A cache root becomes a symbolic link to ``trees/<id>/<cache>``. The switch replaces the link in one step, so a
+path leads to the old tree or to the new one. Engines write new files into the tree they run on; what warmseed
+wrote is listed in ``tree.json``. Trees are copies, never hard links: an engine that writes in place would reach
+through a hard link into another generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from warmseed.errors import printable
+from warmseed.seeding import canonical
+from warmseed.seeding.bundle.files import Disk
+from warmseed.seeding.bundle.walk import open_folder
+from warmseed.seeding.errors import ArtifactRefused
+from warmseed.seeding.trust_file import write_durably
+
+__all__ = ["RankRecord", "Tree", "TreeRecord", "Trees"]
+
+RECORD_BYTES = 64 << 20  # bytes in the largest tree.json read
+LOCK_SECONDS = 120.0  # for other ranks of this node to finish their own installations
+
+
+class RankRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one rank's bundle put into a tree."""
+
+    sha256: str
+    generation: int
+    device_index: int
+    files: dict[str, str]  # path in the tree -> SHA-256 as installed
+    left_out: dict[str, str] = {}
+    complete: bool = True
+
+
+class TreeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a tree is; ``tree.json`` in it."""
+
+    schema: Literal[1] = 1
+    config_hash: str
+    environment_hash: str
+    roots: dict[str, str]  # folder in the tree -> the path that engines use
+    before: dict[str, str] = {}  # path that engines use -> what stood there: a tree's folder, or a replaced one
+    ranks: dict[str, RankRecord] = {}
+
+
+class Tree:
+    """One committed tree."""
+
+    def __init__(self, path: Path, record: TreeRecord) -> None:
+        self.path = path
+        self.record = record
+
+    def save(self) -> None:
+        """Write the record; durable when this returns."""
+        write_durably(self.path / "tree.json", canonical.encode(self.record))
+
+
+class Trees:
+    """The installed trees of one node. All methods block."""
+
+    def __init__(self, state: Path, disk: Disk | None = None) -> None:
+        self.base = state / "compiled"
+        self.disk = disk if disk is not None else Disk()
+
+    @property
+    def trees(self) -> Path:
+        """Where committed trees lie."""
+        return self.base / "trees"
+
+    @contextlib.contextmanager
+    def locked(self, *, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+        """Hold the node's lock; the holder alone sweeps, commits and switches.
+
+        Raises:
+            ArtifactRefused: ``busy``, when another process holds it for longer than `seconds`.
+            OSError: when the state folder can't be written.
+        """
+        for name in ("staging", "trees", "replaced", "quarantine"):
+            (self.base / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(self.base / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            _flock(handle, seconds)
+            self._sweep()
+            yield
+        finally:
+            os.close(handle)  # releases the lock
+
+    def stage(self) -> Path:
+        """A new empty folder to write a tree in."""
+        path = self.base / "staging" / secrets.token_hex(8)
+        path.mkdir(mode=0o700)
+        return path
+
+    def commit(self, staged: Path, name: str) -> Path:
+        """Make the written, recorded tree at `staged` durable and give it its name; where it now lies.
+
+        Raises:
+            OSError: when the disk fails; the tree is then not there.
+        """
+        handle = open_folder(staged)
+        try:
+            self.disk.sync(handle)
+        finally:
+            os.close(handle)
+        target = self.trees / f"{name}-{secrets.token_hex(4)}"
+        self.disk.rename(str(staged), str(target))
+        self._sync(self.trees)
+        return target
+
+    def at(self, root: Path) -> Tree | None:
+        """The tree that engines find at the cache root `root`, or `None`."""
+        try:
+            folder = Path(os.readlink(root))
+        except OSError:
+            return None
+        if folder.parent.parent != self.trees:
+            return None
+        return self.read(folder.parent)
+
+    def read(self, path: Path) -> Tree | None:
+        """The committed tree at `path`, or `None` when there is none or its record is broken."""
+        try:
+            data = (path / "tree.json").read_bytes()
+            return Tree(path, canonical.decode(data, TreeRecord, limit=RECORD_BYTES))
+        except (OSError, ArtifactRefused):
+            return None
+
+    def standing(self, root: Path) -> str:
+        """What stands at the cache root: a tree's folder, "" for nothing or an empty folder, else its own path."""
+        if root.is_symlink():
+            return os.readlink(root)
+        if not root.is_dir() or not any(root.iterdir()):
+            return ""
+        return str(root)
+
+    def point(self, root: Path, folder: str) -> str:
+        """Make `root` lead to `folder`, in one step; where what stood there before is now, "" for nothing.
+
+        With `folder` "" the root is removed, and an engine makes its own.
+
+        Raises:
+            OSError: when the disk fails; the root then leads where it led.
+        """
+        root.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        old = self.standing(root)
+        if not folder:
+            if root.is_symlink():
+                root.unlink()
+            elif root.is_dir():
+                old = self._put_aside(root)
+        elif Path(folder).parent == self.base / "replaced":  # an engine's own folder comes back as a folder
+            self.point(root, "")
+            os.rename(folder, root)
+        else:
+            old = self._link(root, folder, old)
+        self._sync(root.parent)
+        return old
+
+    def quarantine(self, tree: Tree) -> Path:
+        """Move a tree out of use, keeping it for whoever wants to know why."""
+        target = self.base / "quarantine" / tree.path.name
+        with contextlib.suppress(FileNotFoundError):
+            self.disk.rename(str(tree.path), str(target))
+        self._sync(target.parent)
+        return target
+
+    def discard(self, tree: Tree) -> None:
+        """Delete a tree that no root leads to."""
+        self._discard(tree.path)
+
+    def prune(self) -> int:
+        """Delete the trees that no root leads to and that no live tree could be taken back to; how many."""
+        found = {path: self.read(path) for path in self.trees.iterdir()}
+        live = [tree for tree in found.values() if tree is not None and self._is_live(tree)]
+        keep = {tree.path for tree in live}
+        keep.update(Path(before).parent for tree in live for before in tree.record.before.values() if before)
+        gone = [path for path in found if path not in keep]
+        for path in gone:
+            self._discard(path)
+        return len(gone)
+
+    def _is_live(self, tree: Tree) -> bool:
+        for folder, root in tree.record.roots.items():
+            with contextlib.suppress(OSError):
+                if os.readlink(root) == str(tree.path / folder):
+                    return True
+        return False
+
+    def _link(self, root: Path, folder: str, old: str) -> str:
+        temporary = root.with_name(f".{root.name}.{secrets.token_hex(6)}")
+        self.disk.link(folder, str(temporary))
+        try:
+            if not root.is_dir() or root.is_symlink():
+                self.disk.rename(str(temporary), str(root))
+                return old
+            try:
+                self.disk.exchange(str(temporary), str(root))
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EXDEV):
+                    raise
+                aside = self._put_aside(root)  # two steps where the file system can't swap
+                self.disk.rename(str(temporary), str(root))
+                return aside
+            return self._put_aside(temporary)
+        except BaseException:
+            if temporary.is_symlink():
+                temporary.unlink()
+            raise
+
+    def _put_aside(self, folder: Path) -> str:
+        """Move an engine's own folder into the state; where it is, "" if it was empty."""
+        try:
+            folder.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return ""
+        target = self.base / "replaced" / secrets.token_hex(8)
+        try:
+            os.rename(folder, target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            shutil.move(folder, target)
+        return str(target)
+
+    def _sync(self, folder: Path) -> None:
+        handle = open_folder(folder)
+        try:
+            self.disk.sync_folder(handle)
+        finally:
+            os.close(handle)
+
+    def _sweep(self) -> None:
+        """Remove what a killed process left in staging; only the lock's holder writes there."""
+        for path in (self.base / "staging").iterdir():
+            self._discard(path)
+
+    def _discard(self, path: Path) -> None:
+        # Renamed first, so that no half-deleted tree keeps a committed name.
+        if path.parent == self.trees:
+            moved = self.base / "staging" / secrets.token_hex(8)
+            os.rename(path, moved)
+            path = moved
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _flock(handle: int, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise ArtifactRefused(
+                    "busy", f"another process has been installing for {seconds:g} s; this rank works locally"
+                ) from None
+            time.sleep(0.02)
+
+
+def named(files: Mapping[str, str]) -> str:
+    """The first few of `files`, for a log line."""
+    shown = ", ".join(printable(name, limit=80) for name in list(files)[:3])
+    return shown if len(files) <= 3 else f"{shown} and {len(files) - 3} more"

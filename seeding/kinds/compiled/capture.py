@@ -1,0 +1,198 @@
+"""Reading a node's caches into a bundle."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from warmseed.errors import printable
+from warmseed.seeding.artifact import bundle_key
+from warmseed.seeding.bundle import tar
+from warmseed.seeding.bundle.frames import FrameWriter
+from warmseed.seeding.bundle.index import BundleIndex, CacheRecord, FileRecord, write_index
+from warmseed.seeding.bundle.walk import Snapshot, open_folder, read_file, take_snapshot, wait_until_quiet
+from warmseed.seeding.environment import Environment
+from warmseed.seeding.errors import ArtifactRefused
+from warmseed.seeding.kinds.base import Capture, Site
+from warmseed.seeding.kinds.compiled.cache import CompiledCache
+
+__all__ = ["FILENAME", "Quiet", "capture_bundle"]
+
+FILENAME = "bundle.tar"
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """When a cache counts as finished."""
+
+    settle: float = 0.2  # seconds without a change
+    deadline: float = 30.0  # seconds after which a cache that still changes is left for a later start
+
+
+@dataclass(slots=True)
+class _Source:
+    """One cache root, opened once, so that all of a capture is of one folder."""
+
+    cache: CompiledCache
+    path: Path
+    folder: int
+    snapshot: Snapshot = field(default_factory=Snapshot)
+
+
+class _Bundle:
+    """A bundle being written."""
+
+    def __init__(self, frames: FrameWriter, needles: Sequence[bytes]) -> None:
+        self._frames = frames
+        self._needles = needles
+        self._common = os.path.commonpath(list(needles)) if needles else b""  # one search for most files
+        self._order = tar.Order()
+        self.files: list[FileRecord] = []
+        self.left_out: dict[str, str] = {}
+
+    def add(self, source: _Source, path: str, roots: Sequence[Path]) -> None:
+        found = source.snapshot.files[path]
+        name = f"{source.cache.name}/{path}"
+        shown = printable(name)
+        if reason := source.cache.refuses(path, found.size):
+            self.left_out[shown] = reason
+            return
+        try:
+            tar.check_name(name)
+            self._order.check(name)
+            raw = read_file(source.folder, path)
+            data = source.cache.captured(path, raw, roots)
+        except ValueError as error:
+            self.left_out[shown] = str(error)
+            return
+        except (ArtifactRefused, OSError) as error:
+            if isinstance(error, FileNotFoundError) or getattr(error, "reason", "") == "busy":
+                raise ArtifactRefused("busy", f"{shown!r} went away while it was read") from error
+            self.left_out[shown] = printable(error)
+            return
+        if len(raw) != found.size:
+            raise ArtifactRefused("busy", f"{shown!r} changed while it was read")
+        executable = bool(found.mode & 0o100)
+        self._frames.add(tar.header(name, len(data), executable=executable), memoryview(data), tar.padding(len(data)))
+        self.files.append(
+            FileRecord(
+                path=name,
+                size=len(data),
+                mode=found.mode & 0o777,
+                mtime_ns=max(0, found.mtime_ns),
+                sha256=hashlib.sha256(data).hexdigest(),
+                bound=self._holds_a_root(data),
+            )
+        )
+
+    def _holds_a_root(self, data: bytes) -> bool:
+        if self._common and self._common not in data:
+            return False
+        return any(needle in data for needle in self._needles)
+
+
+def capture_bundle(
+    caches: Sequence[CompiledCache], site: Site, environment: Environment, quiet: Quiet
+) -> Capture | None:
+    """The caches at `site` as a bundle in `site.state`, or `None` when they are all empty.
+
+    Raises:
+        ArtifactRefused: ``busy``, when a cache never came to rest; ``malformed``, when one is no cache.
+        OSError: when a cache can't be read or the bundle can't be written.
+    """
+    sources = _open(caches, site)
+    try:
+        if not _settle(sources, quiet):
+            return None
+        folder = site.state / "compiled" / "captured"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = folder / f".{secrets.token_hex(8)}"
+        try:
+            return _write(sources, site, environment, temporary, quiet)
+        finally:
+            temporary.unlink(missing_ok=True)
+    finally:
+        for source in sources:
+            os.close(source.folder)
+
+
+def _open(caches: Sequence[CompiledCache], site: Site) -> list[_Source]:
+    sources: list[_Source] = []
+    try:
+        for cache in sorted(caches, key=lambda c: c.name.encode()):
+            path = site.roots.get(cache.name)
+            if path is not None and path.is_dir():
+                sources.append(_Source(cache, path, open_folder(path)))
+    except BaseException:
+        for source in sources:
+            os.close(source.folder)
+        raise
+    return sources
+
+
+def _settle(sources: Sequence[_Source], quiet: Quiet) -> bool:
+    """Wait for all caches to be still at once; whether there is any file."""
+    for source in sources:
+        take = functools.partial(take_snapshot, source.folder, source.cache.skips)
+        source.snapshot = wait_until_quiet(take, settle=quiet.settle, deadline=quiet.deadline)
+    return any(source.snapshot.files for source in sources)
+
+
+def _write(
+    sources: Sequence[_Source], site: Site, environment: Environment, temporary: Path, quiet: Quiet
+) -> Capture | None:
+    roots = [*site.roots.values(), *(Path(os.path.realpath(root)) for root in site.roots.values())]
+    needles = sorted({os.fsencode(root) for root in roots})
+    with temporary.open("xb") as out:
+        os.fchmod(out.fileno(), 0o600)
+        with FrameWriter(out) as frames:
+            bundle = _Bundle(frames, needles)
+            records: dict[str, CacheRecord] = {}
+            for source in sources:
+                before = len(bundle.files)
+                own = [source.path, Path(os.path.realpath(source.path))]
+                for path in sorted(source.snapshot.files, key=os.fsencode):
+                    bundle.add(source, path, own)
+                bundle.left_out.update(
+                    {printable(f"{source.cache.name}/{p}"): why for p, why in source.snapshot.refused.items()}
+                )
+                if len(bundle.files) > before:
+                    records[source.cache.name] = source.cache.record(site)
+            digest = frames.finish(tar.trailer(frames.length))
+        out.flush()
+        os.fsync(out.fileno())
+    for source in sources:
+        if take_snapshot(source.folder, source.cache.skips) != source.snapshot:
+            raise ArtifactRefused(
+                "busy", f"cache {source.cache.name} changed while it was read; captured at a later start"
+            )
+    if not bundle.files:
+        return None
+    index = BundleIndex(
+        schema=1,
+        sha256=digest,
+        length=frames.length,
+        caches=records,
+        files=tuple(bundle.files),
+        chunks=tuple(frames.chunks),
+    )
+    payload = temporary.with_name(f"{digest}.tar.zst")
+    os.rename(temporary, payload)
+    bound = any(source.cache.device_bound and source.cache.name in records for source in sources)
+    return Capture(
+        filename=FILENAME,
+        payload=payload,
+        sha256=digest,
+        length=frames.length,
+        environment=environment,
+        device_index=site.device_index if bound else -1,
+        store_key=bundle_key(digest),
+        stored=frames.stored,
+        index=write_index(index)[0],
+        left_out=bundle.left_out,
+    )

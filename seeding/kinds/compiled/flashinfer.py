@@ -1,0 +1,165 @@
+"""FlashInfer's JIT cache: ninja trees of compiled modules, and the sources they were generated from.
+
+Layout: ``.../cached_ops/<module>/{build.ninja,.ninja_log,.ninja_deps,*.o,<module>.so}`` and ``.../generated``,
+below ``$FLASHINFER_WORKSPACE_BASE/.cache/flashinfer/<version>/<arch>``. FlashInfer always runs ninja, and ninja
+rebuilds unless every path in its files exists as recorded and every modification time is right to the
+nanosecond. So there are two ways here:
+
+- the same root, with exact times, when ``ninja -n`` says for each module that there is no work to do;
+- else a provider package: FlashInfer looks for a package ``flashinfer_jit_cache`` (0.6: ``get_jit_cache_dir``,
+  0.7: ``get_jit_cache_providers``) and loads ``<module>/<module>.so`` from it on any path, without ninja.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from warmseed.errors import printable
+from warmseed.seeding.bundle.index import CacheRecord, FileRecord
+from warmseed.seeding.kinds.base import Site
+from warmseed.seeding.kinds.compiled.cache import CompiledCache, Placement, everything
+
+__all__ = ["PROVIDER", "FlashInferCache", "provider_root"]
+
+PROVIDER = "flashinfer_provider"  # the folder in an installed tree
+NINJA_SECONDS = 20.0  # for one dry run
+_MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+_VERSION = re.compile(r"\d+(?:\.\d+){1,3}[A-Za-z0-9.+]{0,32}")
+
+
+def provider_root(site: Site) -> Path:
+    """The folder that engines must have on ``PYTHONPATH`` to find the provider package."""
+    return site.cache_root / "python"
+
+
+class FlashInferCache(CompiledCache):
+    """``$FLASHINFER_WORKSPACE_BASE/.cache/flashinfer``, or a version's folder in it."""
+
+    name = "flashinfer"
+    needs = ("machine", "glibc", "torch", "flashinfer")
+    also = ("tvm_ffi", "device", "compute_capability", "cuda", "nvcc", "cxx")
+    prefixes = ("site_packages", "cuda_home")
+
+    def __init__(self, *, ninja: str = "ninja") -> None:
+        self._ninja = ninja
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        return (self.name, PROVIDER)
+
+    def skips(self, path: str) -> bool:
+        # Cubins verify themselves and are fetched by FlashInfer; `tmp` holds lock files only.
+        return super().skips(path) or path.rpartition("/")[2] in ("cubins", "tmp")
+
+    def place(self, record: CacheRecord, files: Sequence[FileRecord], site: Site) -> Placement | str:
+        if record.root == str(site.roots[self.name]) and self._same_prefixes(record, site):
+            return everything(self.name, files, site)
+        return self.provider(record, files, site)
+
+    def place_otherwise(
+        self, record: CacheRecord, files: Sequence[FileRecord], site: Site, why: str
+    ) -> Placement | str:
+        placed = self.provider(record, files, site)
+        return f"{why}; {placed}" if isinstance(placed, str) else placed
+
+    def provider(self, record: CacheRecord, files: Sequence[FileRecord], site: Site) -> Placement | str:
+        """The compiled modules as a package that FlashInfer finds anywhere; the rest is left out."""
+        version = record.environment.get("flashinfer", "")
+        if not _VERSION.fullmatch(version):
+            return f"FlashInfer {printable(version)!r} has no version a provider package could carry"
+        if site.environment.get("flashinfer_jit_cache", "absent") != "absent":
+            return "the package flashinfer-jit-cache is installed here and would be hidden by a provider of its name"
+        modules: dict[str, str] = {}
+        taken: dict[str, str] = {}
+        for file in files:
+            parts = file.relative.split("/")
+            if len(parts) < 3 or parts[-3] != "cached_ops" or parts[-1] != f"{parts[-2]}.so":
+                continue
+            module = parts[-2]
+            if not _MODULE.fullmatch(module) or module in modules:
+                continue
+            modules[module] = file.path
+            taken[file.path] = f"flashinfer_jit_cache/jit_cache/{module}/{module}.so"
+        if not taken:
+            return "it holds no compiled module"
+        arch = record.environment.get("compute_capability", "")
+        source = _provider_source(version, f"sm{arch.replace('.', '')}a" if arch else "", sorted(modules))
+        return Placement(
+            root=provider_root(site),
+            folder=PROVIDER,
+            files=taken,
+            made={"flashinfer_jit_cache/__init__.py": source},
+        )
+
+    def prove(self, placement: Placement, site: Site) -> str | None:
+        """Ask ninja about every module in place; a rebuild would cost more than the provider package."""
+        if placement.folder != self.name:
+            return None
+        ninja = shutil.which(self._ninja)
+        if ninja is None:
+            return "there is no ninja here to prove that nothing would be rebuilt"
+        for relative in placement.files.values():
+            if relative.endswith("/build.ninja"):
+                build = placement.root / relative
+                if why := _would_rebuild(ninja, build):
+                    return f"ninja would rebuild {build.parent.name}: {why}"
+        return None
+
+    def _same_prefixes(self, record: CacheRecord, site: Site) -> bool:
+        ours = self.record(site).environment
+        return all(record.environment.get(name) == ours.get(name) for name in self.prefixes)
+
+
+def _would_rebuild(ninja: str, build: Path) -> str | None:
+    """Why ninja would do any work for the file `build`, or `None`. A dry run starts no command."""
+    try:
+        done = subprocess.run(  # noqa: S603 - the ninja that FlashInfer itself would run
+            [ninja, "-n", "-d", "explain", "-C", str(build.parent), "-f", str(build)],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=NINJA_SECONDS,
+            check=False,
+            env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"},
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return printable(error)
+    if done.returncode == 0 and "no work to do" in done.stdout:
+        return None
+    said = [line for line in (done.stderr + done.stdout).splitlines() if "explain" in line or "error" in line]
+    return printable(said[0] if said else "it says nothing more")
+
+
+def _provider_source(version: str, arch: str, modules: Sequence[str]) -> bytes:
+    return f'''"""FlashInfer modules that warmseed installed from a signed bundle."""
+
+import pathlib
+from types import SimpleNamespace
+
+__version__ = {version!r}
+_DIR = pathlib.Path(__file__).parent / "jit_cache"
+_ARCHITECTURES = {[arch] if arch else []!r}
+_MODULES = {list(modules)!r}
+
+
+def get_jit_cache_dir():
+    return str(_DIR)
+
+
+def get_jit_cache_providers():
+    return [
+        SimpleNamespace(
+            provider_id="warmseed",
+            distribution="warmseed",
+            version=__version__,
+            jit_cache_dir=str(_DIR),
+            cuda_architectures=list(_ARCHITECTURES),
+            modules=list(_MODULES),
+        )
+    ]
+'''.encode()
