@@ -82,7 +82,9 @@ class Seeds:
         keys, keyring = await run_blocking(_keys, spec, tokens, state)
         shared = bool(tokens or config.seed_signing_key or config.seed_trusted_keys or config.allow_unsigned)
         stores = config.warmup_cache_stores if shared else ()
-        chain = await open_stores(stores, folder=state / "store", writes=config.store_writes, observer=observer)
+        chain = await open_stores(
+            stores, folder=state / "store", table=config.stores, writes=config.store_writes, observer=observer
+        )
         try:
             marks = await run_blocking(load_marks, state / "highest.json")
             seeds = cls(chain, trust=Trust(keyring, marks=marks), keys=keys, tokens=tokens, spec=spec, state=state)
@@ -148,10 +150,11 @@ class Seeds:
             _log.warning("kind=%s not captured, so not published: %s", kind.name, printable(error, limit=500))
             return None
 
-    async def publish(self, captures: Sequence[tuple[Kind, Capture]], site: Site) -> None:
+    async def publish(self, captures: Sequence[tuple[Kind, Capture]], sites: Mapping[str, Site]) -> None:
         """Publish to the disk, then the stores. A failure costs the fleet a generation, never this node its start."""
         publisher = Publisher(self.chain, self._keys, publisher=socket.gethostname())
         for kind, capture in captures:
+            site = sites[kind.name]
             try:
                 published = await publisher.publish(capture, kind.name, site)
             except (WarmseedError, OSError) as error:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -29,7 +29,7 @@ from warmseed.seeding.trust import Expected, Trust
 from warmseed.seeding.trust_file import save_marks
 from warmseed.stores.errors import StoreError
 
-__all__ = ["Adopter", "Adoption", "Refusal"]
+__all__ = ["Adopter", "Adoption", "Candidate", "Refusal"]
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +64,17 @@ class Adoption:
         if self.outcome == "present":
             return True
         return self.installation is not None and self.installation.complete
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An artifact that is believed and fetched, but not installed."""
+
+    origin: str
+    manifest: Manifest
+    envelope: bytes
+    payload: Path  # a staging file, there for as long as `Adopter.candidates` is open
+    index: bytes | None
 
 
 @dataclass(slots=True)
@@ -138,6 +149,67 @@ class Adopter:
     def _stores(self) -> list[StoreOrigin]:
         return [origin for origin in self._origins if isinstance(origin, StoreOrigin)]
 
+    @asynccontextmanager
+    async def candidates(self, kind: Kind, site: Site, *, most: int = 16) -> AsyncIterator[list[Candidate]]:
+        """Every artifact that would be believed here, for those who must choose one together with others.
+
+        Nothing is installed; what could not be had within the budget is not among them.
+        """
+        search = _Search(kind, site, await self._expected(kind, site))
+        found: dict[tuple[int, str], Candidate] = {}
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(self._budget):
+                    for origin in self._origins:
+                        await self._gather(search, origin, stack, found, most)
+            except TimeoutError:
+                search.refuse("", "budget", f"the search ended after {self._budget:g} s")
+            yield list(found.values())
+
+    async def _gather(
+        self,
+        search: _Search,
+        origin: Origin,
+        stack: AsyncExitStack,
+        found: dict[tuple[int, str], Candidate],
+        most: int,
+    ) -> None:
+        try:
+            async for envelope in self._candidates(origin, search.expected.key):
+                try:
+                    manifest = await self._believe(origin, envelope, search.expected)
+                    name = (manifest.generation, manifest.sha256)
+                    if name in found or len(found) >= most:
+                        continue
+                    payload, index = await stack.enter_async_context(self._fetched(manifest, origin))
+                    found[name] = Candidate(origin.name, manifest, envelope, payload, index)
+                except ArtifactRefused as error:
+                    search.refuse(origin.name, error.reason, str(error))
+        except (StoreError, ChannelError, OSError) as error:
+            search.refuse(origin.name, "unavailable", str(error))
+
+    async def install(self, kind: Kind, site: Site, candidate: Candidate) -> Installation:
+        """Put `candidate` in place.
+
+        Raises:
+            ArtifactRefused: the kind refuses it; nothing has changed then.
+            OSError: the disk fails; nothing has changed then.
+        """
+        expected = await self._expected(kind, site)
+        return await self._install(kind, site, expected, candidate)
+
+    async def _install(self, kind: Kind, site: Site, expected: Expected, candidate: Candidate) -> Installation:
+        """What was believed, in place; remembered and on trial before, kept on disk after."""
+        manifest = candidate.manifest
+        if self._trust.remember(manifest, expected):
+            await run_blocking(save_marks, self._marks, self._trust.marks)
+        rank = expected.key.rank_label
+        await run_blocking(self._probation.begin, manifest.kind, manifest.sha256, manifest.generation, rank)
+        installation = await run_blocking(kind.install, manifest, candidate.payload, candidate.index, site)
+        for store in self._stores:
+            await store.keep(expected.key, manifest, candidate.envelope, candidate.payload, candidate.index)
+        return installation
+
     async def _expected(self, kind: Kind, site: Site) -> Expected:
         environment = await run_blocking(kind.environment, site)
         key = ArtifactKey(
@@ -175,15 +247,9 @@ class Adopter:
     async def _try(self, search: _Search, origin: Origin, envelope: bytes) -> tuple[Manifest, Installation] | None:
         try:
             manifest = await self._believe(origin, envelope, search.expected)
-            await run_blocking(self._probation.check, manifest.sha256)
             async with self._fetched(manifest, origin) as (payload, index):
-                if self._trust.remember(manifest, search.expected):
-                    await run_blocking(save_marks, self._marks, self._trust.marks)
-                rank = search.expected.key.rank_label
-                await run_blocking(self._probation.begin, manifest.kind, manifest.sha256, manifest.generation, rank)
-                installation = await run_blocking(search.kind.install, manifest, payload, index, search.site)
-                for store in self._stores:
-                    await store.keep(search.expected.key, manifest, envelope, payload, index)
+                candidate = Candidate(origin.name, manifest, envelope, payload, index)
+                installation = await self._install(search.kind, search.site, search.expected, candidate)
         except CannotJudge as error:
             search.refuse(origin.name, "cannot-judge", str(error))
         except ArtifactRefused as error:
@@ -206,9 +272,15 @@ class Adopter:
         manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
         # The fleet may know something about this very payload that its manifest can't say.
         for store in self._stores:
-            if (denial := await store.denial(manifest.sha256)) is not None:
+            if (denial := await store.denial(manifest.sha256)) is None:
+                continue
+            try:
                 self._trust.deny(denial, now=now)
-                return self._trust.believe(envelope, expected, now=now, pin=pin)
+            except ArtifactRefused as error:  # a store writer without a key forbids nothing
+                _log.warning("store=%s a denial of %s is ignored: %s", store.name, manifest.sha256[:12], error)
+                continue
+            manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
+        await run_blocking(self._probation.check, manifest.sha256)
         return manifest
 
     @asynccontextmanager
