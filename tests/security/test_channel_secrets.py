@@ -108,7 +108,6 @@ def test_a_child_does_not_inherit_the_token() -> None:
 def test_a_hostile_text_reaches_the_log_escaped_and_cut(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
 
-
         token = await run_blocking(lambda: parse_token(new_token().reveal()))
         async with serving(a_source(), [token]) as (server, peer):
             for hostile in ("\x1b[2J\nfake log line" * 50, "\u202eevil"):

@@ -30,10 +30,54 @@ def test_killed_launcher_leaves_no_rank_behind(tmp_path: Path) -> None:
     launcher = start_toys(toy_config(tmp_path, tensor_parallel_size=3), stderr=subprocess.PIPE)
     with launcher:
         first_line_with(launcher, b" READY ")
-        assert len(left_over(tmp_path)) == 4
+        assert len(left_over(tmp_path)) == 5  # launcher, guardian, three ranks
         launcher.kill()
     assert not wait_until_gone(tmp_path)
     assert run_toys(toy_config(tmp_path), on_ready=lambda _: os.kill(os.getpid(), signal.SIGTERM)) == 143
+
+
+def test_what_ranks_started_dies_with_a_killed_launcher_too(tmp_path: Path) -> None:
+    plan = {"target-1": {"at": "load", "do": "child"}}
+    launcher = start_toys(toy_config(tmp_path, plan, tensor_parallel_size=2), stderr=subprocess.PIPE)
+    with launcher:
+        first_line_with(launcher, b" READY ")
+        assert len(left_over(tmp_path)) == 5  # launcher, guardian, two ranks, and the child in a session of its own
+        launcher.kill()
+    assert not wait_until_gone(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a process namespace needs root")
+def test_process_1_of_a_container_keeps_no_zombies(tmp_path: Path) -> None:
+    """Orphans of a container become its process 1's children; a launcher that is process 1 reaps them."""
+    plan = {"target-0": {"at": "load", "do": "orphan"}}
+    launcher = start_toys(
+        toy_config(tmp_path, plan),
+        prefix=("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
+        stderr=subprocess.PIPE,
+    )
+    with launcher:
+        first_line_with(launcher, b" READY ")
+        orphan = int((tmp_path / "orphan.pid").read_text())
+        inside = left_over(tmp_path)
+        namespace = {os.readlink(f"/proc/{pid}/ns/pid") for pid in inside} - {os.readlink("/proc/self/ns/pid")}
+        assert len(namespace) == 1
+        deadline = time.monotonic() + 10
+        while (found := _in_namespace(orphan, namespace)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not found
+        launcher.kill()
+
+
+def _in_namespace(pid: int, namespace: set[str]) -> list[str]:
+    """Names of the processes in `namespace` whose pid there is `pid`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdecimal() and os.readlink(entry / "ns" / "pid") in namespace:
+                status = (entry / "status").read_text()
+                if any(line.split()[-1] == str(pid) for line in status.splitlines() if line.startswith("NSpid:")):
+                    found.append(status.splitlines()[0])
+    return found
 
 
 def test_launcher_killed_at_any_moment_of_its_start_leaves_no_rank_behind(tmp_path: Path) -> None:
