@@ -278,3 +278,12 @@ def test_leaving_a_stream_early_frees_the_source() -> None:
             assert await client.describe(peer, a_request(client)) is not None
 
     run(main())
+
+
+def test_what_the_block_around_a_listener_raises_comes_out_as_it_is() -> None:
+    async def main() -> None:
+        async with serving(a_source(), [a_token()]):
+            raise LookupError("from the block")
+
+    with pytest.raises(LookupError, match="from the block"):
+        run(main())
