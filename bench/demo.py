@@ -18,12 +18,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from models import smollm2
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
 PROMPT = "What is the capital of France?"
@@ -141,9 +144,11 @@ def used(node: Node) -> bool:
     """Whether the node's daemon found, from the engine's own evidence, that what it adopted was used."""
     until = time.monotonic() + 5
     while time.monotonic() < until:
-        verdicts = [v for rank in node.status()["ranks"] for v in rank.get("used", {}).values()]
+        verdicts = [verdict for rank in node.status()["ranks"] for verdict in rank["used"]]
         if verdicts:
-            return all(v["used"] for v in verdicts)
+            for verdict in verdicts:
+                console.print(f"     [dim]{verdict['kind']} used: {verdict['used']} ({verdict['reason']})[/dim]")
+            return all(verdict["used"] for verdict in verdicts)
         time.sleep(0.05)
     return False
 
@@ -179,57 +184,62 @@ def _phases(answer: dict[str, Any]) -> str:
     return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in answer["phases"].items())
 
 
-def say(text: str) -> None:
-    console.print(f"\n[bold]{text}[/bold]")
+@contextmanager
+def chapter(title: str) -> Iterator[None]:
+    """One part of the story: its title, a clock while it runs."""
+    console.print(f"\n[bold]{title}[/bold]")
+    columns = SpinnerColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(title)
+        yield
 
 
 def play(base: Path) -> dict[str, Any]:
     """The story; the figures."""
-    say("A real model: SmolLM2-135M-Instruct, 269 MB of bf16")
-    model = smollm2(base.parent / "models")
+    with chapter("A real model: SmolLM2-135M-Instruct, 269 MB of bf16"):
+        model = smollm2(base.parent / "models")
     token = base / "token"
     made = subprocess.run([*WARMSEED, "token", "new", "--out", str(token)], capture_output=True, text=True, check=False)
     if made.returncode != 0:
         raise DemoFailed(f"no token: {made.stderr.strip()}")
     store = base / "store"
+    store.mkdir()
     shared = ["--warmup-cache-stores", f"file:{store}", "--seed-token-file", str(token)]
     port = free_port()
     a = Node("A", base / "a", model, [*shared, "--seed-listen-host", "127.0.0.1", "--seed-listen-port", str(port)])
     b = Node("B", base / "b", model, shared)
-    source = ["--seed-token-file", str(token), "--seed-sources", f"127.0.0.1:{port}"]
-    c = Node("C", base / "c", model, source)
+    peer = ["--seed-token-file", str(token), "--seed-source-host", "127.0.0.1", "--seed-source-port", str(port)]
+    c = Node("C", base / "c", model, peer)
     off = Node("off", base / "off", model)
     nodes = (a, b, c, off)
     try:
-        say("Node A, nothing cached: load, compile every shape with real C++ kernels, publish a signed bundle")
-        a_start = whole_start(a)
-        wait_published(store)
-
-        say("Node A, the engine is killed with SIGKILL and started again: weights mapped, kernels from disk")
-        first = a.engine()
-        first.ask()
-        first.end(signal.SIGKILL)
-        again = a.engine()
-        restart, restart_seconds = again.ask()
-        verdict(restart)
-        again.end()
-        a.stop()
-
-        say("Node B, another cache root, nobody else alive: cold start from the store alone")
-        b_start = whole_start(b)
-        used_store = used(b)
-        b.stop()
-
-        say("Node C, no store: seeded by A's daemon over TLS, only the token in common")
-        a.start()
-        c_start = whole_start(c)
-        used_d2d = used(c)
-        c.stop()
-        a.stop()
-
-        say("The same start with seeding off")
-        e_start = whole_start(off)
-        off.stop()
+        with chapter(
+            "Node A, nothing cached: load, compile every shape with real C++ kernels, publish a signed bundle"
+        ):
+            a_start = whole_start(a)
+            wait_published(store)
+        with chapter("Node A, the engine is killed with SIGKILL and started again: weights mapped, kernels from disk"):
+            first = a.engine()
+            first.ask()
+            first.end(signal.SIGKILL)
+            again = a.engine()
+            restart, restart_seconds = again.ask()
+            verdict(restart)
+            again.end()
+            a.stop()
+        with chapter("Node B, another cache root, nobody else alive: cold start from the store alone"):
+            b_start = whole_start(b)
+            used_store = used(b)
+            b.stop()
+        with chapter("Node C, no store: seeded by A's daemon over TLS, only the token in common"):
+            a.start()
+            c_start = whole_start(c)
+            used_d2d = used(c)
+            c.stop()
+            a.stop()
+        with chapter("The same start with seeding off"):
+            e_start = whole_start(off)
+            off.stop()
     finally:
         for node in nodes:
             node.stop()

@@ -200,6 +200,17 @@ class PreloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _says("Seconds in which every rank must be serving, else the group is stopped; 0 waits for ever.", _START),
     ] = 7200.0
 
+    # The configuration file's [stores.NAME] tables, as the stores read them; neither flag nor variable.
+    stores: dict[str, dict[str, str | int | float | bool]] = {}
+
+    def __repr__(self) -> str:
+        # What was set, and of the stores only their names: their options may hold credentials.
+        fields = [f.name for f in msgspec.structs.fields(type(self)) if f.name != "stores"]
+        shown = [f"{name}={getattr(self, name)!r}" for name in fields if getattr(self, name) != _default(name)]
+        if self.stores:
+            shown.append(f"stores={sorted(self.stores)!r}")
+        return f"PreloadConfig({', '.join(shown)})"
+
     @property
     def draft_method(self) -> str | None:
         """The speculative method that gets a draft group (``mtp``, ``eagle``, ``eagle3``), or `None`.
@@ -222,6 +233,10 @@ class PreloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if method.endswith("_mtp"):
             return "mtp"
         return method if method in DRAFT_METHODS else None
+
+
+def _default(name: str) -> object:
+    return next(f.default for f in msgspec.structs.fields(PreloadConfig) if f.name == name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +265,15 @@ class Option:
 
 
 def options() -> dict[str, Option]:
-    """Every field of `PreloadConfig` in order, by name."""
+    """Every field of `PreloadConfig` that flags and variables can set, in order, by name."""
     bare = get_type_hints(PreloadConfig)
     noted = get_type_hints(PreloadConfig, include_extras=True)
     found: dict[str, Option] = {}
     for field in msgspec.structs.fields(PreloadConfig):
-        notes = [m for m in noted[field.name].__metadata__ if isinstance(m, Meta) and m.extra]
+        annotated = getattr(noted[field.name], "__metadata__", ())
+        notes = [m for m in annotated if isinstance(m, Meta) and m.extra]
+        if not notes:
+            continue
         extra = notes[-1].extra or {}
         found[field.name] = Option(
             name=field.name,

@@ -24,7 +24,8 @@ import msgspec
 from warmseed.daemon import http, rendezvous
 from warmseed.daemon.board import Board, RankState
 from warmseed.daemon.config import PreloadConfig
-from warmseed.daemon.logs import event
+from warmseed.daemon.guardian import kill_strays
+from warmseed.daemon.logs import RANK_VARIABLE, event
 from warmseed.daemon.metrics import Exposition
 from warmseed.daemon.notify import Notifier
 from warmseed.daemon.pages import status_page, status_record
@@ -32,9 +33,10 @@ from warmseed.daemon.placement import Group, Layout, Role, groups_of, layout_of,
 from warmseed.daemon.processes import (
     RANK_COMMAND,
     ChildProcess,
+    Guardian,
     ensure_standard_files,
     exit_code,
-    kill_strays,
+    reap_orphans,
     stop_all,
 )
 from warmseed.daemon.rehearsal import all_arrived, rehearse
@@ -56,6 +58,7 @@ __all__ = ["STOP_GRACE", "Ending", "launch"]
 
 STOP_GRACE: Final = 10.0  # seconds from SIGTERM to SIGKILL
 _LAST_WORDS: Final = 0.5  # seconds to read what exited ranks left in their pipes
+_ORPHANS: Final = 1.0  # seconds between two reapings, where there is something to reap
 _log = logging.getLogger(__name__)
 
 
@@ -123,6 +126,7 @@ class _Launcher:
         self._end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()  # a second signal: no more patience
         self._arrived = asyncio.Event()  # every rank is at the rehearsal
+        self._rehearsal: asyncio.Task[None] | None = None
 
     async def run(self) -> Ending:
         ensure_standard_files()
@@ -131,6 +135,8 @@ class _Launcher:
         with self._signals():
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(self._http())
+                guardian = Guardian(self._launch_id)
+                stack.push_async_callback(guardian.stop)
                 listeners = {group.role: self._listen(group, layout, stack) for group in groups}
                 try:
                     self._start_all(layout, groups, listeners)
@@ -198,6 +204,7 @@ class _Launcher:
                 spec.name,
                 (*self._command, "--spec-fd", str(spec_fd), "--status-fd", str(status_theirs)),
                 launch_id=self._launch_id,
+                env={RANK_VARIABLE: spec.name},
                 pass_fds=passed,
             )
             kept.hand_over(status_ours, orders_ours)
@@ -213,16 +220,17 @@ class _Launcher:
             readers = [group.create_task(self._read(rank)) for rank in self._ranks]
             tasks += [group.create_task(self._await_exit(rank)) for rank in self._ranks]
             tasks.append(group.create_task(self._keep_deadline()))
-            rehearsal = group.create_task(self._rehearse())
+            self._rehearsal = group.create_task(self._rehearse())
+            tasks.append(self._rehearsal)
             tasks.append(group.create_task(self._notifier.watchdog()))
+            tasks.append(group.create_task(self._adopt_orphans()))
             try:
                 ending = await asyncio.shield(self._end)
-                rehearsal.cancel()
                 await self._stop()
                 if readers:
                     await asyncio.wait(readers, timeout=_LAST_WORDS)
             finally:
-                for task in (*tasks, *readers, rehearsal):
+                for task in (*tasks, *readers):
                     task.cancel()
         return self._explained(ending)
 
@@ -248,6 +256,12 @@ class _Launcher:
         if self._board.ready_after is None:
             waiting = "; ".join(self._board.troubles()[:4])
             self._finish(Ending(1, f"not ready within --start-deadline {limit:g} s: {waiting}"))
+
+    async def _adopt_orphans(self) -> None:
+        """As process 1 of a container: reap what nobody else will."""
+        while os.getpid() == 1:
+            await asyncio.sleep(_ORPHANS)
+            reap_orphans({rank.process.pid for rank in self._ranks})
 
     async def _rehearse(self) -> None:
         await self._arrived.wait()
@@ -333,6 +347,8 @@ class _Launcher:
             return
         self._board.stopping = True
         self._notifier.send("STOPPING=1", "STATUS=stopping")
+        if self._rehearsal is not None:
+            self._rehearsal.cancel()  # it kills and reaps its engine while the ranks stop
         left = await stop_all([rank.process for rank in self._ranks], STOP_GRACE, hurry=self._hurry)
         for process in left:
             _log.error("%s (pid %d) did not end even by SIGKILL; it hangs in the kernel", process.name, process.pid)
@@ -340,8 +356,10 @@ class _Launcher:
             rank.state.status = rank.process.status
             os.close(rank.orders_fd)
             rank.orders_fd = -1
-        if self._ranks:
-            kill_strays(self._launch_id, _log.warning)
+        if self._rehearsal is not None:
+            await asyncio.wait({self._rehearsal}, timeout=STOP_GRACE)
+        for pid in kill_strays(self._launch_id) if self._ranks else ():
+            event(_log, logging.WARNING, "killed what a rank left behind", pid=pid)
 
     def _explained(self, ending: Ending) -> Ending:
         """`ending` with the failing rank's last words, which may arrive after its exit was seen."""

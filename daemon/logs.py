@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from typing import Final, Literal, TextIO
 
-__all__ = ["JsonFormatter", "event", "install"]
+__all__ = ["FORMAT_VARIABLE", "RANK_VARIABLE", "JsonFormatter", "event", "install"]
 
+FORMAT_VARIABLE: Final = "WARMSEED_LOG_FORMAT"  # text or json
+RANK_VARIABLE: Final = "WARMSEED_RANK"  # set by the launcher: target-3
 _FIELDS: Final = "warmseed_fields"
 
 
@@ -30,6 +33,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "event": getattr(record, "warmseed_event", None) or record.getMessage(),
         }
+        if rank := os.environ.get(RANK_VARIABLE):
+            entry["rank"] = rank
         entry.update(getattr(record, _FIELDS, {}))
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
@@ -44,8 +49,16 @@ class _Handler(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
-def install(form: Literal["text", "json"] = "text", *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Send warmseed's log to `stream` (default: standard error), replacing what an earlier call installed."""
+def install(
+    form: Literal["text", "json"] | None = None, *, level: int = logging.INFO, stream: TextIO | None = None
+) -> None:
+    """Send warmseed's log to `stream` (default: standard error), replacing what an earlier call installed.
+
+    `form` defaults to ``WARMSEED_LOG_FORMAT``, so that ranks log as their launcher does, and to text. In a rank each
+    line begins with its name.
+    """
+    if form is None:
+        form = "json" if os.environ.get(FORMAT_VARIABLE, "").lower() == "json" else "text"
     out = stream or sys.stderr
     root = logging.getLogger("warmseed")
     for old in [handler for handler in root.handlers if isinstance(handler, _Handler)]:
@@ -57,7 +70,9 @@ def install(form: Literal["text", "json"] = "text", *, level: int = logging.INFO
     if form == "json":
         handler.setFormatter(JsonFormatter())
     else:
-        text = logging.Formatter("%(asctime)sZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+        rank = os.environ.get(RANK_VARIABLE)
+        who = f"[{rank}] " if rank else ""
+        text = logging.Formatter(f"%(asctime)sZ %(levelname)s {who}%(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
         text.converter = time.gmtime
         handler.setFormatter(text)
     root.addHandler(handler)

@@ -7,7 +7,7 @@ only multiply series. Everything is drawn from the `Board` at the moment of the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,42 +24,53 @@ class Exposition:
     """The text of ``/metrics`` for one board."""
 
     def __init__(self, board: Board) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_BoardCollector(board))
-        ProcessCollector(registry=self._registry)
+        self._board = board
+        self._now = CollectorRegistry()
+        self._now.register(_Collected(lambda: _current(board)))
+        ProcessCollector(registry=self._now)
+        # The phases are most of the text and never change once they are over: drawn again only when there are more.
+        self._past = CollectorRegistry()
+        self._past.register(_Collected(lambda: _phases(list(board.ranks.values()))))
+        self._drawn = -1
+        self._phases = b""
 
     def render(self) -> tuple[bytes, str]:
         """The metrics now, and their content type."""
-        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+        finished = sum(len(rank.phases) for rank in self._board.ranks.values())
+        if finished != self._drawn:
+            self._drawn, self._phases = finished, generate_latest(self._past)
+        return generate_latest(self._now) + self._phases, CONTENT_TYPE_LATEST
 
 
-class _BoardCollector(Collector):
-    def __init__(self, board: Board) -> None:
-        self._board = board
+class _Collected(Collector):
+    def __init__(self, draw: Callable[[], Iterator[Metric]]) -> None:
+        self._draw = draw
 
     def collect(self) -> Iterator[Metric]:
-        board = self._board
-        ranks = list(board.ranks.values())
-        yield _gauge("warmseed_ready", "1 when every rank of this node serves and lives.", 0 if board.troubles() else 1)
-        yield _gauge("warmseed_ranks", "Ranks of this node, all groups together.", len(ranks))
-        if board.ready_after is not None:
-            yield _gauge("warmseed_ready_seconds", "Seconds from the launcher's start to readiness.", board.ready_after)
-        build = GaugeMetricFamily("warmseed_build_info", "Always 1; the version is in the label.", labels=["version"])
-        build.add_metric([warmseed.__version__], 1)
-        yield build
-        yield from _by_rank(ranks)
-        yield from _phases(ranks)
-        yield from _tiers(ranks)
-        yield from _artifacts(ranks)
-        if board.rehearsal_outcome is not None:
-            rehearsal = GaugeMetricFamily(
-                "warmseed_rehearsal_seconds", "Seconds the rehearsal took, by its outcome.", labels=["outcome"]
-            )
-            rehearsal.add_metric([board.rehearsal_outcome], board.rehearsal_seconds)
-            yield rehearsal
+        return self._draw()
 
     def describe(self) -> Iterable[Metric]:
-        return []  # the registry then doesn't draw a scrape only to learn the names
+        return []  # the registry then doesn't draw everything only to learn the names
+
+
+def _current(board: Board) -> Iterator[Metric]:
+    ranks = list(board.ranks.values())
+    yield _gauge("warmseed_ready", "1 when every rank of this node serves and lives.", 0 if board.troubles() else 1)
+    yield _gauge("warmseed_ranks", "Ranks of this node, all groups together.", len(ranks))
+    if board.ready_after is not None:
+        yield _gauge("warmseed_ready_seconds", "Seconds from the launcher's start to readiness.", board.ready_after)
+    build = GaugeMetricFamily("warmseed_build_info", "Always 1; the version is in the label.", labels=["version"])
+    build.add_metric([warmseed.__version__], 1)
+    yield build
+    yield from _by_rank(ranks)
+    yield from _tiers(ranks)
+    yield from _artifacts(ranks)
+    if board.rehearsal_outcome is not None:
+        rehearsal = GaugeMetricFamily(
+            "warmseed_rehearsal_seconds", "Seconds the rehearsal took, by its outcome.", labels=["outcome"]
+        )
+        rehearsal.add_metric([board.rehearsal_outcome], board.rehearsal_seconds)
+        yield rehearsal
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -13,25 +13,27 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
+from warmseed.blocking import run_blocking
+from warmseed.daemon import guardian
+from warmseed.daemon.guardian import LAUNCH_ID
+
 __all__ = [
-    "LAUNCH_ID",
     "RANK_COMMAND",
     "ChildProcess",
+    "Guardian",
     "die_with_parent",
     "ensure_standard_files",
     "exit_code",
-    "kill_strays",
+    "reap_orphans",
     "stop_all",
-    "strays",
 ]
 
-LAUNCH_ID: Final = "WARMSEED_LAUNCH_ID"  # in the environment of everything one launcher started
 _PARENT: Final = "WARMSEED_LAUNCHER_PID"
 _PR_SET_PDEATHSIG: Final = 1  # <linux/prctl.h>
+_GUARDIAN_WAIT: Final = 5.0  # seconds; it ends at once when nothing is left
 _POLL: Final = 0.05  # seconds between looks at a child where the kernel has no pidfd
 # What only the launcher may use: a rank that pinged systemd's watchdog would hide a dead launcher.
 _NOT_INHERITED: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID")
@@ -196,30 +198,45 @@ async def _all_done(processes: Sequence[ChildProcess]) -> None:
         await process.done.wait()
 
 
-def strays(launch_id: str) -> list[int]:
-    """Pids of this user's processes that the launch `launch_id` started, this one excepted: read from ``/proc``.
+class Guardian:
+    """The process that ends what this one leaves behind if it is killed; see `warmseed.daemon.guardian`."""
 
-    Finds also those that left their session. Used once, at the end, when nothing of it may be left.
+    def __init__(self, launch_id: str) -> None:
+        theirs, self._ours = os.pipe2(os.O_CLOEXEC)
+        try:
+            self._popen = subprocess.Popen(  # noqa: S603 (our own command, no shell)
+                [sys.executable, "-I", "-S", guardian.__file__, str(theirs), launch_id],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs],
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._ours)
+            raise
+        finally:
+            os.close(theirs)
+
+    async def stop(self) -> None:
+        """Let it look once more, and reap it."""
+        os.close(self._ours)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await run_blocking(self._popen.wait, timeout=_GUARDIAN_WAIT)
+
+
+def reap_orphans(ours: Collection[int]) -> int:
+    """Reap ended processes that became this one's children because their parents are gone; how many.
+
+    Needed only as process 1 of a container. `ours` are left for whoever waits for them.
     """
-    marker = f"{LAUNCH_ID}={launch_id}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            if marker in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
-
-
-def kill_strays(launch_id: str, log: Callable[[str], None] = lambda _: None) -> int:
-    """SIGKILL everything that `strays` finds; how many there were."""
-    found = strays(launch_id)
-    for pid in found:
-        log(f"process {pid} was left behind by a rank; killed")
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    return len(found)
+    count = 0
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+        if ended.si_pid in ours:
+            break  # its own watcher will; the others come next time
+        os.waitpid(ended.si_pid, 0)
+        count += 1
+    return count
 
 
 RANK_COMMAND: Final = (sys.executable, "-P", "-m", "warmseed.daemon.rank")

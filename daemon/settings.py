@@ -15,6 +15,7 @@ import difflib
 import json
 import logging
 import os
+import re
 import shlex
 import tomllib
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -77,7 +78,7 @@ def resolve(
 
 
 def read_file(path: Path) -> dict[str, object]:
-    """The ``[preload]`` table of the TOML file at `path`, by field name.
+    """The ``[preload]`` table of the TOML file at `path` by field name, and its ``[stores]`` tables under ``stores``.
 
     Raises:
         ConfigurationError: if the file can't be read, is not TOML, holds a secret, or has an unknown key.
@@ -112,6 +113,8 @@ def read_file(path: Path) -> dict[str, object]:
         if option.name in found:
             raise ConfigurationError(f"{path}: {key!r} is given twice, with - and with _")
         found[option.name] = json.dumps(value) if isinstance(value, dict) else value
+    if "stores" in document:
+        found["stores"] = document["stores"]
     return found
 
 
@@ -180,9 +183,9 @@ def _typed(merged: Mapping[str, object], known: Mapping[str, Option]) -> Preload
     except msgspec.ValidationError as error:
         # msgspec's text ends with the place, " - at `$.nnodes`".
         text, _, place = str(error).partition(" - at `$.")
-        name = place.rstrip("`").split("[")[0]
-        flag = known[name].flag if name in known else "configuration"
-        given = "" if name == "seed_token" else f" {printable(repr(merged.get(name)))}"
+        name = re.split(r"[.\[`]", place)[0]
+        flag = known[name].flag if name in known else f"[{name}] of the configuration file"
+        given = "" if name in ("seed_token", "stores") else f" {printable(repr(merged.get(name)))}"
         raise ConfigurationError(f"{flag}{given}: {printable(text)}") from error
 
 

@@ -6,28 +6,34 @@ believed. What comes from a peer is asked of the stores first: they are built fo
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import random
+import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from warmseed.seeding.artifact import ArtifactKey, denial_key
+from warmseed.blocking import run_blocking
+from warmseed.seeding.artifact import ArtifactKey, denial_key, object_key
+from warmseed.seeding.bundle.index import BundleIndex
 from warmseed.seeding.catalog import Catalog
 from warmseed.seeding.channel.client import Description, SeedClient
 from warmseed.seeding.channel.endpoint import Endpoint
-from warmseed.seeding.channel.errors import PeerBusy, PeerUnreachable, PeerWarming
 from warmseed.seeding.channel.messages import DescribeRequest
+from warmseed.seeding.channel.sources import Patience, SeedSources
+from warmseed.seeding.deltas import fetch_delta
 from warmseed.seeding.dsse import ENVELOPE_BYTES
 from warmseed.seeding.environment import Environment
+from warmseed.seeding.errors import ArtifactRefused
+from warmseed.seeding.manifest import Manifest, Stored
 from warmseed.seeding.payload import write_stream
+from warmseed.stores.base import Body
 from warmseed.stores.chain import Chain
+from warmseed.stores.errors import StoreError
 
 __all__ = ["Origin", "PeerOrigin", "StoreOrigin"]
 
-RESUMES = 4  # times a cut transfer is taken up again before the next origin is asked
+_log = logging.getLogger(__name__)
 
 
 class Origin(Protocol):
@@ -78,70 +84,78 @@ class StoreOrigin:
         found = await self._chain.fetch_verified(store_key, sha256=sha256, length=length, into=into)
         return None if found is None else into
 
+    async def delta(self, index: BundleIndex, stored: Stored, *, state: Path, folder: Path) -> Path | None:
+        """The stored object of `index` as a new file, mostly from bundles this node has; `None`: fetch it whole."""
+        if self._chain.disk is None:
+            return None
+        try:
+            delta = await fetch_delta(
+                index, stored, remote=self._chain, local=self._chain.disk, state=state, folder=folder
+            )
+        except (ArtifactRefused, StoreError) as error:
+            _log.info("bundle=%s fetched whole: %s", index.sha256[:12], error)
+            return None
+        return None if delta is None else delta.path
+
+    async def keep(
+        self, key: ArtifactKey, manifest: Manifest, envelope: bytes, payload: Path, index: bytes | None
+    ) -> None:
+        """Have the disk hold an adopted artifact, wherever it came from: for this node's next start, and its peers.
+
+        Best effort: what the disk does not take is fetched again.
+        """
+        disk = self._chain.disk
+        if disk is None:
+            return
+        objects: list[tuple[str, Body]] = [(manifest.store_key, await run_blocking(Body.file, payload))]
+        if index is not None and manifest.index is not None:
+            objects.append((object_key(manifest.index.sha256), Body.of(index)))
+        objects.append((key.manifest_key(manifest.generation), Body.of(envelope)))
+        objects.append((key.head_key, Body.of(str(manifest.generation).encode())))
+        try:
+            for store_key, body in objects:
+                known = await disk.stat(store_key)
+                if known is None or known.size != body.size or store_key == key.head_key:
+                    await disk.put(store_key, body)
+        except StoreError as error:
+            _log.warning("kind=%s is not kept on disk: %s", key.kind, error)
+
 
 class PeerOrigin:
-    """One source daemon. While it says that it is still warming up, it is worth waiting for."""
+    """The source daemons, in order; each is asked until one has something that is believed."""
 
-    def __init__(self, client: SeedClient, peer: Endpoint, *, wait: float, environment: Environment) -> None:
-        """`wait` is the seconds this node gives a source that is making what was asked for."""
+    def __init__(
+        self, client: SeedClient, peers: Sequence[Endpoint], patience: Patience, *, environment: Environment
+    ) -> None:
         self._client = client
-        self._peer = peer
-        self._wait = wait
+        self._peers = tuple(peers)
+        self._patience = patience
         self._environment = environment
-        self._payloads: dict[str, bytes] = {}  # small ones, which travel with the description
+        self._described: Description | None = None  # by whom the last envelope came
 
     @property
     def name(self) -> str:
-        return f"peer {self._peer}"
+        return f"peer {self._described.peer}" if self._described else "peers"
 
     async def envelopes(self, key: ArtifactKey, *, known: int) -> AsyncIterator[bytes]:
         request = DescribeRequest.of(key, instance=self._client.instance, environment=self._environment)
-        description = await self._patiently(request)
-        if description is not None:
-            if description.payload:
-                self._payloads[hashlib.sha256(description.payload).hexdigest()] = description.payload
-            yield description.manifest.encode()
-
-    async def _patiently(self, request: DescribeRequest) -> Description | None:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._wait
-        while True:
-            try:
-                return await self._client.describe(self._peer, request)
-            except (PeerWarming, PeerBusy) as error:
-                pause = max(error.retry_after, 0.2) * random.uniform(0.8, 1.2)  # noqa: S311 - spreads a fleet's retries
-                if loop.time() + pause > until:
-                    raise
-            await asyncio.sleep(pause)
+        left = list(self._peers)
+        while left:
+            self._described = await SeedSources(self._client, left, self._patience).describe(request)
+            if self._described is None:
+                return
+            yield self._described.manifest.encode()
+            left.remove(self._described.peer)  # what it offered was refused
 
     async def object(self, store_key: str, *, sha256: str, length: int, folder: Path) -> Path | None:
-        """The bytes from the peer; a connection that is cut is taken up again where it stopped."""
-        if (small := self._payloads.get(sha256)) is not None:
-            return await write_stream(_once(small), folder, sha256=sha256, length=length)
-        try:
-            return await write_stream(self._resuming(sha256, length), folder, sha256=sha256, length=length)
-        except _Missing:
-            return None
-
-    async def _resuming(self, sha256: str, length: int) -> AsyncIterator[bytes]:
-        have = 0
-        for attempt in range(RESUMES + 1):
-            try:
-                async with self._client.fetch(self._peer, sha256, length=length, offset=have) as pieces:
-                    if pieces is None:
-                        raise _Missing
-                    async for piece in pieces:
-                        have += len(piece)
-                        yield piece
-                return
-            except PeerUnreachable:
-                if attempt == RESUMES:
-                    raise
-            await asyncio.sleep(random.uniform(0.05, 0.2) * 2**attempt)  # noqa: S311 - spreads a fleet's retries
-
-
-class _Missing(Exception):
-    """The peer does not have the object."""
+        """The bytes from the peers; a transfer that is cut is taken up again where it stopped, or elsewhere."""
+        described = self._described
+        if described is not None and hashlib.sha256(described.payload).hexdigest() == sha256:
+            return await write_stream(_once(described.payload), folder, sha256=sha256, length=length)
+        sources = SeedSources(self._client, self._peers, self._patience)
+        first = described.peer if described is not None else None
+        async with sources.fetch(sha256, length=length, first=first) as pieces:
+            return await write_stream(pieces, folder, sha256=sha256, length=length)
 
 
 async def _once(data: bytes) -> AsyncIterator[bytes]:

@@ -38,6 +38,7 @@ __all__ = [
     "new_token",
     "parse_token",
     "read_tokens",
+    "write_token",
 ]
 
 logger = logging.getLogger(__name__)
@@ -205,6 +206,26 @@ def read_tokens(
     if len(set(tokens)) != len(tokens):
         raise ConfigurationError(f"{named[0]} names the same token twice; start-up stops; a rotation needs two")
     return tokens
+
+
+def write_token(path: Path, secret: Secret) -> None:
+    """Store `secret` in a new file that only we can read, as `read_tokens` wants it.
+
+    Raises:
+        ConfigurationError: the file exists already, or can't be written.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "w", encoding="ascii") as stream:
+            stream.write(secret.reveal() + "\n")
+            stream.flush()
+            os.fsync(descriptor)
+    except FileExistsError:
+        raise ConfigurationError(
+            f"the file {printable(path)} exists already; nothing was written; remove it, or name another"
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(f"the token file {printable(path)} can't be written: {error.strerror}") from error
 
 
 def _parse_own(text: str) -> bytes:

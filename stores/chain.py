@@ -207,15 +207,22 @@ class Chain:
     async def put(self, key: str, body: Body | bytes) -> None:
         """Store on the disk now and, in the background, in the shared tiers that `writes` names.
 
+        Without a disk the first of those tiers is written now.
+
         A body that the disk could not take, over 8 MiB, is read in the background from its own source, which must
         stay until `flush`.
 
         Raises:
-            StoreError: when neither the disk took it nor a shared tier will be asked.
+            StoreError: when neither the disk (or, without one, the first tier) took it nor another tier will be asked.
             InvalidKey: for a key that no store accepts.
         """
         check_key(key)
         value = Body.of(body) if isinstance(body, bytes) else body
+        if self.disk is None and self._written:
+            await self._written[0].put(key, value)
+            if rest := self._written[1:]:
+                self.fan_out.offer(key, await self._lasting(key, value, on_disk=False), only=rest)
+            return
         kept = await self._to_disk(key, value)
         if self._written:
             self.fan_out.offer(key, await self._lasting(key, value, on_disk=kept is None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 
 from warmseed.errors import printable
@@ -13,6 +14,7 @@ from warmseed.stores.errors import StoreError
 __all__ = ["FanOut"]
 
 _log = logging.getLogger(__name__)
+_QUIET = 60.0  # seconds between two lines about the same kind of failure of one tier
 
 
 class FanOut:
@@ -26,6 +28,7 @@ class FanOut:
         self._tiers, self._depth = tiers, depth
         self._queues: dict[str, asyncio.Queue[tuple[str, Body]]] = {}
         self._workers: list[asyncio.Task[None]] = []
+        self._told: dict[tuple[str, str], float] = {}  # (tier, kind of failure) -> monotonic time of the last line
         self.dropped = 0  # objects that a full queue refused
         self.failed = 0  # objects that a tier refused
 
@@ -59,13 +62,19 @@ class FanOut:
                 await tier.put(key, body)
                 _log.debug("store=%s key=%s bytes=%d outcome=stored", tier.name, key, body.size)
             except StoreError as error:
-                self.failed += 1
-                _log.warning("store=%s key=%s not written: %s", tier.name, key, printable(error))
+                self._note_failure(tier, key, error)
             except Exception:  # noqa: BLE001 - a third party's store may raise anything; it must not end the worker
                 self.failed += 1
                 _log.warning("store=%s key=%s not written", tier.name, key, exc_info=True)
             finally:
                 queue.task_done()
+
+    def _note_failure(self, tier: Store, key: str, error: StoreError) -> None:
+        self.failed += 1
+        kind, now = type(error).__name__, time.monotonic()
+        if now - self._told.get((tier.name, kind), float("-inf")) > _QUIET:
+            self._told[tier.name, kind] = now
+            _log.warning("store=%s key=%s not written: %s", tier.name, key, printable(error))
 
     @property
     def waiting(self) -> int:

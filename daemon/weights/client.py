@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -15,7 +18,12 @@ import msgspec
 
 from warmseed.daemon.weights.checkpoint import CheckpointIdentity, DigestMode
 from warmseed.daemon.weights.devices import device_by_uuid, device_uuid
-from warmseed.daemon.weights.errors import MessageRefused, SocketPathRefused, WeightCacheError, WeightCacheUnavailable
+from warmseed.daemon.weights.errors import (
+    SocketPathRefused,
+    UnsupportedPlatformForIPCError,
+    WeightCacheError,
+    WeightCacheUnavailable,
+)
 from warmseed.daemon.weights.fingerprint import Fingerprint
 from warmseed.daemon.weights.layout import check_layout
 from warmseed.daemon.weights.lease import Line, NeedDigest, deadline_in
@@ -25,6 +33,7 @@ from warmseed.daemon.weights.messages import Done, GetMemory, GetState, Memory, 
 from warmseed.daemon.weights.socket import SocketAddress
 from warmseed.daemon.weights.transport import transport_for
 from warmseed.daemon.weights.views import copy_tensors, map_segments, view_tensors
+from warmseed.errors import printable
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +111,19 @@ class Attachment:
         self.close()
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection in here: thousands of small objects would set one off, and in a process that has just
+    imported a deep-learning framework a single one takes longer than to map all the weights."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
+
+
 def attach(
     address: SocketAddress,
     fingerprint: Fingerprint,
@@ -129,27 +151,29 @@ def attach(
     expected = _expected_uuid(address, device)
     line = _open(address, connect_timeout_s, 0.0 if fallback else state_timeout_s)
     deadline = deadline_in(state_timeout_s)
-    fetched = False
     try:
-        try:
-            state = _get_state(line, fingerprint, expected, deadline)
-        except NeedDigest as need:
-            if digest is None:
-                raise
-            line.close()  # hashing may take longer than the daemon waits for a silent client
-            fingerprint = msgspec.structs.replace(fingerprint, checkpoint=digest(need.mode))
-            line = _open(address, connect_timeout_s, 0.0)
-            deadline = deadline_in(state_timeout_s)
-            state = _get_state(line, fingerprint, expected, deadline)
-        fetched = True
-        tensors, where = _tensors(line, state, expected, mode, deadline)
+        state = _get_state(line, fingerprint, expected, deadline)
+    except NeedDigest as need:
+        line.close()  # hashing may take longer than the daemon waits for a silent client
+        if digest is None:
+            raise
+        fingerprint = msgspec.structs.replace(fingerprint, checkpoint=digest(need.mode))
+        line = _open(address, connect_timeout_s, 0.0)
+        deadline = deadline_in(state_timeout_s)
+        state = _get_state(line, fingerprint, expected, deadline)
+    try:
+        with _no_collection():
+            tensors, where = _tensors(line, state, expected, mode, deadline)
     except BaseException as error:
         line.close()
-        if fetched and mode == "copy":  # the disk load that follows needs the room
+        traceback.clear_frames(error.__traceback__)  # they hold what was copied so far, while the handler loads
+        if mode == "copy":  # the disk load that follows needs the room
             _try_release(address)
-        if isinstance(error, (MessageRefused, RuntimeError, OSError, MemoryError)):
-            raise WeightCacheUnavailable("error", f"mapping the daemon's weights failed: {error}") from error
-        raise
+        if isinstance(error, WeightCacheUnavailable | UnsupportedPlatformForIPCError) or not isinstance(
+            error, Exception
+        ):
+            raise
+        raise WeightCacheUnavailable("error", f"mapping the daemon's weights failed: {printable(error)}") from error
     attachment = Attachment(address, mode, state, tensors, where, time.monotonic() - start, line)
     if mode == "copy":
         line.close()
@@ -256,9 +280,15 @@ def _open(address: SocketAddress, connect_timeout_s: float, wait_s: float) -> Li
 
 
 def _get_state(line: Line, fingerprint: Fingerprint, uuid: str, deadline: float) -> State:
-    answer = line.ask(GetState(fingerprint, uuid, os.getpid()), deadline=deadline)
-    if not isinstance(answer, State):
-        raise WeightCacheUnavailable("error", f"the daemon at {line.address} gave a senseless answer to a request")
+    """The daemon's answer to the one big question; the line is closed if there is none."""
+    try:
+        with _no_collection():
+            answer = line.ask(GetState(fingerprint, uuid, os.getpid()), deadline=deadline)
+        if not isinstance(answer, State):
+            raise WeightCacheUnavailable("error", f"the daemon at {line.address} gave a senseless answer to a request")
+    except BaseException:
+        line.close()
+        raise
     return answer
 
 

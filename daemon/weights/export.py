@@ -83,10 +83,10 @@ class Exported:
         """Whether engines could change the bytes: on a GPU they can."""
         return any(total is not None for total in self.sums)
 
-    def state(self) -> State:
-        """The message that lets an engine map all of it."""
+    def state(self, device_uuid: str) -> State:
+        """The message that lets an engine on that device map all of it."""
         return State(
-            device_uuid=self.device_uuid,
+            device_uuid=device_uuid,
             pid=os.getpid(),
             nbytes=self.nbytes,
             segments=self.segment_records,
@@ -94,7 +94,7 @@ class Exported:
             aliases=self.aliases,
         )
 
-    def memory(self, leases: int) -> Memory:
+    def memory(self, leases: int, device_uuid: str) -> Memory:
         """The account of what is held."""
         return Memory(
             nbytes=0 if self.released else self.nbytes,
@@ -102,7 +102,7 @@ class Exported:
             segments=len(self.segments),
             tensors=0 if self.released else len(self.tensors),
             leases=leases,
-            device_uuid=self.device_uuid,
+            device_uuid=device_uuid,
             released=self.released,
         )
 

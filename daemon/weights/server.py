@@ -97,7 +97,8 @@ class WeightServer:
         self.changed: tuple[str, ...] = ()  # tensors an engine has written to; nothing is served from then on
         self._on_report = on_report
         self._on_changed = on_changed
-        self._state = frames.encode(exported.state())
+        self.device_uuid = _device(exported, address)
+        self._state = frames.encode(exported.state(self.device_uuid))
         self._connections: set[_Connection] = set()
         self._release_when_free = False
 
@@ -108,7 +109,7 @@ class WeightServer:
 
     def memory(self) -> Memory:
         """What is held and by how many engines it is mapped."""
-        return self.exported.memory(len(self.leases))
+        return self.exported.memory(len(self.leases), self.device_uuid)
 
     @asynccontextmanager
     async def serving(
@@ -135,7 +136,7 @@ class WeightServer:
                     try:
                         yield
                     finally:
-                        await run_blocking(bound.withdraw)
+                        await run_blocking(bound.unpublish)
                         await self._farewell()
                         accepting.cancel()
             finally:
@@ -249,10 +250,10 @@ class WeightServer:
             return Refusal(
                 reason="released", message="the daemon has released its weights; restart it to load them again"
             )
-        if request.device_uuid != self.exported.device_uuid:
+        if request.device_uuid != self.device_uuid:
             return Refusal(
                 reason="wrong_gpu",
-                message=f"this daemon holds the shard of device {self.exported.device_uuid}, not {request.device_uuid}",
+                message=f"this daemon holds the shard of device {self.device_uuid}, not {request.device_uuid}",
             )
         differences = self.fingerprint.differences(request.fingerprint)
         names = tuple(difference.field for difference in differences)
@@ -328,3 +329,14 @@ class WeightServer:
             logger.exception("weights: a report could not be processed")
             return Refusal(reason="error", message=f"report not processed: {type(error).__name__}")
         return Done()
+
+
+def _device(exported: Exported, address: SocketAddress) -> str:
+    """The device the weights are on; CPU ranks of one node are told apart by the address alone."""
+    if exported.device_uuid.startswith("cpu") and address.device_uuid.startswith("cpu"):
+        return address.device_uuid
+    if address.device_uuid not in ("", exported.device_uuid):
+        raise ConfigurationError(
+            f"{address} is the socket of device {address.device_uuid}, the weights are on {exported.device_uuid}"
+        )
+    return exported.device_uuid

@@ -111,7 +111,11 @@ def _folder(address: SocketAddress, *, create: bool) -> Iterator[int]:
 
 def _create(folder: Path) -> None:
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # One by one: mkdir gives the parents it makes on the way the default mode, and we make a private folder of
+        # a parent's name, too.
+        for missing in [f for f in reversed(folder.parents) if not f.exists()]:
+            missing.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
     except FileExistsError as error:
         raise SocketPathRefused(f"{folder} is in the way: it is no folder") from error
     except OSError as error:
@@ -238,7 +242,11 @@ class BoundSocket:
 
     def withdraw(self) -> None:
         """Remove the path, if it is still ours, and stop listening."""
+        self.unpublish()
         self.listener.close()
+
+    def unpublish(self) -> None:
+        """Remove the path, if it is still ours: nobody new finds the daemon."""
         gone = contextlib.suppress(WeightCacheUnavailable, FileNotFoundError)
         with gone, _folder(self.address, create=False) as folder:
             if os.stat(self.address.path.name, dir_fd=folder, follow_symlinks=False).st_ino == self.inode:
@@ -316,6 +324,7 @@ def connect(address: SocketAddress, *, timeout_s: float) -> socket.socket:
         try:
             _connect(connection, _at(folder, address.path.name), timeout_s)
             check_peer(connection)
+            connection.settimeout(timeout_s)
         except BlockingIOError as error:
             connection.close()
             raise WeightCacheUnavailable("timeout", f"{address}: no connection within {timeout_s:g} s") from error

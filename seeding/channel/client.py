@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import random
 import secrets
 import socket
 import ssl
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from warmseed.errors import ConfigurationError, printable
 from warmseed.seeding.channel.endpoint import Endpoint
@@ -39,6 +41,7 @@ from warmseed.seeding.channel.messages import (
     decode_answer,
     encode,
 )
+from warmseed.seeding.channel.streams import secure
 from warmseed.seeding.channel.tls import check_alpn, client_context, server_name
 from warmseed.seeding.token import Token
 
@@ -136,27 +139,36 @@ class SeedClient:
                     f"{peer} offers other bytes than those of {sha256}: {', '.join(fields)} differ; not used",
                     fields=fields,
                 )
-            yield self._chunks(peer, answer.length, reader)
+            async with aclosing(self._chunks(peer, answer.length, reader)) as chunks:
+                yield chunks
 
     @asynccontextmanager
     async def _exchange(self, peer: Endpoint, request: Request) -> AsyncIterator[tuple[Answer, asyncio.StreamReader]]:
-        writer = None
+        answer, reader, writer = await self._answered(peer, request)
         try:
-            for last, identity in _last_marked(self._identities):
-                try:
-                    reader, writer = await self._connect(peer, *identity)
-                    answer = await self._ask(peer, request, reader, writer)
-                    break
-                except PeerRejected:
-                    if writer is not None:
-                        writer.transport.abort()
-                    if last:
-                        raise
             yield answer, reader
         finally:
             # Also says "I have everything": the source waits for our end of the connection to close.
-            if writer is not None:
-                writer.transport.abort()
+            writer.transport.abort()
+
+    async def _answered(
+        self, peer: Endpoint, request: Request
+    ) -> tuple[Answer, asyncio.StreamReader, asyncio.StreamWriter]:
+        """The head of the answer, as the holder of the first token that the peer takes."""
+        rejected: PeerRejected | None = None
+        for name, context in self._identities:
+            writer = None
+            answer = None
+            try:
+                reader, writer = await self._connect(peer, name, context)
+                answer = await self._ask(peer, request, reader, writer)
+                return answer, reader, writer
+            except PeerRejected as error:
+                rejected = rejected or error  # the first token's reason is the one to act on
+            finally:
+                if writer is not None and answer is None:
+                    writer.transport.abort()
+        raise rejected or PeerRejected(f"{peer} can't be asked without a token")
 
     async def _connect(
         self, peer: Endpoint, name: str, context: ssl.SSLContext
@@ -170,21 +182,17 @@ class SeedClient:
                     raise
             await asyncio.sleep(wait * random.uniform(0.5, 1.5))  # noqa: S311 - spreads load, protects nothing
             wait *= 2
-        raise PeerUnreachable(f"{peer} can't be reached")  # not reached: the last attempt raises
+        raise PeerUnreachable(f"{peer} can't be reached: no attempt is allowed")
 
     async def _handshake(
         self, peer: Endpoint, name: str, context: ssl.SSLContext
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         sock = await self._dial(peer)
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=self._limits.read_buffer, loop=loop)
-        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         seconds = self._limits.handshake_seconds
-        transport = None
         try:
             async with asyncio.timeout(seconds):
-                transport, _ = await loop.create_connection(
-                    lambda: protocol, sock=sock, ssl=context, server_hostname=name, ssl_handshake_timeout=seconds * 2
+                reader, writer = await secure(
+                    sock, context, server_name=name, seconds=seconds * 2, read_buffer=self._limits.read_buffer
                 )
         except TimeoutError:
             raise PeerUnreachable(f"{peer} did not finish the TLS handshake within {seconds:g} s") from None
@@ -196,14 +204,10 @@ class SeedClient:
             raise PeerRejected(f"{peer} is not a warmseed peer: {printable(error.reason)}") from None
         except OSError as error:
             raise _Dropped(f"{peer} closed the connection before the TLS handshake ended: {error}") from None
-        finally:
-            if transport is None:
-                sock.close()
-        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
             check_alpn(writer.get_extra_info("ssl_object"))
         except PeerRejected:
-            transport.abort()
+            writer.transport.abort()
             raise
         return reader, writer
 
@@ -212,7 +216,7 @@ class SeedClient:
         failure: OSError | None = None
         try:
             async with asyncio.timeout(self._limits.connect_seconds):
-                for family, _, _, _, address in await loop.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM):
+                for family, address in await _addresses(peer):
                     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
                     try:
                         await loop.sock_connect(sock, address)
@@ -263,7 +267,7 @@ class SeedClient:
         except OSError as error:
             raise PeerUnreachable(f"{peer} was lost while it sent {length} bytes: {printable(error)}") from None
 
-    async def _chunks(self, peer: Endpoint, length: int, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    async def _chunks(self, peer: Endpoint, length: int, reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limits.transfer_seconds + length / self._limits.stream_rate
         left = length
@@ -281,6 +285,16 @@ class SeedClient:
             yield chunk
 
 
+async def _addresses(peer: Endpoint) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+    flags = 0
+    with suppress(ValueError):
+        if isinstance(ipaddress.ip_address(peer.host), ipaddress.IPv4Address):
+            return [(socket.AF_INET, (peer.host, peer.port))]  # no thread and no resolver for what needs none
+        flags = socket.AI_NUMERICHOST
+    found = await asyncio.get_running_loop().getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM, flags=flags)
+    return [(family, address) for family, _, _, _, address in found]
+
+
 def _check_identity(peer: Endpoint, answer: Answer, instance: str) -> None:
     if answer.instance == instance or (isinstance(answer, RefusedAnswer) and answer.reason == "self"):
         raise SelfDialled(f"{peer} is this process itself; remove it from the seed sources")
@@ -292,9 +306,3 @@ def _check_identity(peer: Endpoint, answer: Answer, instance: str) -> None:
         fields = tuple(printable(field, limit=64) for field in answer.fields)
         named = f" ({', '.join(fields)})" if fields else ""
         raise PeerRefused(f"{peer} refuses: {answer.reason}{named}", reason=answer.reason, fields=fields)
-
-
-def _last_marked(
-    identities: tuple[tuple[str, ssl.SSLContext], ...],
-) -> list[tuple[bool, tuple[str, ssl.SSLContext]]]:
-    return [(index == len(identities) - 1, identity) for index, identity in enumerate(identities)]

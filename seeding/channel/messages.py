@@ -55,7 +55,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     instance: Hex64  # of the process that writes the message; meeting one's own means having dialled oneself
 
 
-class DescribeRequest(_Message, frozen=True, tag="describe", tag_field="request"):
+class DescribeRequest(_Message, frozen=True, kw_only=True, tag="describe", tag_field="request"):
     """Which artifact of which rank? Answered with its signed manifest, and the payload when it is small."""
 
     kind: Name
@@ -101,14 +101,14 @@ class DescribeRequest(_Message, frozen=True, tag="describe", tag_field="request"
         )
 
 
-class FetchRequest(_Message, frozen=True, tag="fetch", tag_field="request"):
+class FetchRequest(_Message, frozen=True, kw_only=True, tag="fetch", tag_field="request"):
     """The bytes of a verified object, from `offset` on."""
 
     sha256: Hex64
     offset: Length
 
 
-class DescribeAnswer(_Message, frozen=True, tag="description", tag_field="answer"):
+class DescribeAnswer(_Message, frozen=True, kw_only=True, tag="description", tag_field="answer"):
     """A signed manifest; `length` bytes of payload follow the frame (0: fetch it by digest)."""
 
     kind: Name
@@ -125,7 +125,7 @@ class DescribeAnswer(_Message, frozen=True, tag="description", tag_field="answer
         return tuple(name for name in names if getattr(self, name) != getattr(request, name))
 
 
-class FetchAnswer(_Message, frozen=True, tag="bytes", tag_field="answer"):
+class FetchAnswer(_Message, frozen=True, kw_only=True, tag="bytes", tag_field="answer"):
     """`length` bytes of the object follow the frame: all that lie behind `offset`."""
 
     sha256: Hex64
@@ -133,23 +133,23 @@ class FetchAnswer(_Message, frozen=True, tag="bytes", tag_field="answer"):
     length: Length
 
 
-class MissAnswer(_Message, frozen=True, tag="miss", tag_field="answer"):
+class MissAnswer(_Message, frozen=True, kw_only=True, tag="miss", tag_field="answer"):
     """The source does not have it and is not making it."""
 
 
-class WarmingAnswer(_Message, frozen=True, tag="warming", tag_field="answer"):
+class WarmingAnswer(_Message, frozen=True, kw_only=True, tag="warming", tag_field="answer"):
     """The source is making it."""
 
     retry_after: Seconds
 
 
-class BusyAnswer(_Message, frozen=True, tag="busy", tag_field="answer"):
+class BusyAnswer(_Message, frozen=True, kw_only=True, tag="busy", tag_field="answer"):
     """The source could not get to the question in time."""
 
     retry_after: Seconds
 
 
-class RefusedAnswer(_Message, frozen=True, tag="refused", tag_field="answer"):
+class RefusedAnswer(_Message, frozen=True, kw_only=True, tag="refused", tag_field="answer"):
     """The source will not answer this; `fields` names what differs where that is the reason."""
 
     reason: Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z_]{0,31}\Z", max_length=32)]

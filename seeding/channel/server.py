@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 import ssl
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from warmseed.errors import ConfigurationError, printable
 from warmseed.seeding.channel.errors import PeerRejected, ProtocolError
@@ -21,6 +22,7 @@ from warmseed.seeding.channel.logs import Throttled
 from warmseed.seeding.channel.messages import decode_request
 from warmseed.seeding.channel.replies import Replies
 from warmseed.seeding.channel.source import SeedSource
+from warmseed.seeding.channel.streams import secure
 from warmseed.seeding.channel.tls import check_alpn, server_context
 from warmseed.seeding.token import Token
 
@@ -66,7 +68,8 @@ class SeedServer:
         instance: str,
         limits: ServerLimits | None = None,
     ) -> None:
-        self._limits = limits = limits or ServerLimits()
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._limits = limits = (limits or ServerLimits()).within(descriptors)
         self._host = host
         self._port = port
         self._context = server_context(tokens)
@@ -82,7 +85,15 @@ class SeedServer:
         self._log = Throttled(logger)
         self._key_ids = ", ".join(token.key_id for token in tokens)
         self.stats = ServerStats()
+        self.lobby: Lobby | None = None  # while it listens
         self.addresses: tuple[tuple[str, int], ...] = ()  # where it listens, once `listening` has begun
+
+    def counters(self) -> dict[str, int]:
+        """Every count since the start, and what is held now, by stable names; for metrics."""
+        lobby, turns, seats = self.lobby, self._turns, self._seats
+        silent = {"silent": len(lobby), "evicted": lobby.evicted, "expired": lobby.expired} if lobby else {}
+        held = {"queued": turns.waiting, "handshakes": turns.held, "sessions": seats.held}
+        return asdict(self.stats) | asdict(self._replies.stats) | silent | held
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[SeedServer]:
@@ -162,7 +173,9 @@ class SeedServer:
             await asyncio.sleep(0)  # a flood of connections must not keep the others from going on
 
     def _arrived(self, group: asyncio.TaskGroup, sock: socket.socket, owner: str) -> None:
-        group.create_task(self._visit(sock, owner))
+        task = group.create_task(self._visit(sock, owner))
+        # Also when the task is cancelled before its first line. Whatever else uses it has let go by then.
+        task.add_done_callback(lambda _: sock.close())
 
     async def _visit(self, sock: socket.socket, owner: str) -> None:
         limits = self._limits
@@ -172,11 +185,7 @@ class SeedServer:
         except (QueueFull, TimeoutError):
             self.stats.turned_away += 1
             self._log.warning("full", "the seed listener is full; a connection from %s was turned away", owner)
-            sock.close()
             return
-        except asyncio.CancelledError:
-            sock.close()
-            raise
         seated = None
         try:
             admitted = await self._authenticate(sock, owner)
@@ -205,10 +214,17 @@ class SeedServer:
             async with asyncio.timeout(self._limits.handshake_seconds) as deadline:
                 self._shaking[deadline] = loop.time()
                 try:
-                    reader, writer = await self._handshake(sock)
+                    reader, writer = await secure(
+                        sock,
+                        self._context,
+                        server_name=None,
+                        seconds=self._limits.handshake_seconds,
+                        read_buffer=REQUEST_BYTES,
+                    )
                 finally:
                     del self._shaking[deadline]
             check_alpn(writer.get_extra_info("ssl_object"))
+            writer.transport.set_write_buffer_limits(high=self._limits.write_buffer)
             proven = True
             return reader, writer
         except TimeoutError:
@@ -224,9 +240,7 @@ class SeedServer:
                 printable((error.reason if isinstance(error, ssl.SSLError) else error) or "connection lost"),
             )
         finally:
-            if writer is None:
-                sock.close()
-            elif not proven:
+            if writer is not None and not proven:
                 writer.transport.abort()
         return None
 
@@ -249,21 +263,6 @@ class SeedServer:
         finally:
             if not seated:
                 writer.transport.abort()
-
-    async def _handshake(self, sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=REQUEST_BYTES, loop=loop)
-        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-        transport, _ = await loop.connect_accepted_socket(
-            lambda: protocol,
-            sock,
-            ssl=self._context,
-            ssl_handshake_timeout=self._limits.handshake_seconds,
-            ssl_shutdown_timeout=2.0,
-        )
-        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-        transport.set_write_buffer_limits(high=self._limits.write_buffer)
-        return reader, writer
 
     async def _session(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, owner: str) -> None:
         try:

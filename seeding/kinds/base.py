@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.manifest import Manifest, Stored
 
-__all__ = ["Capture", "Evidence", "Installation", "Kind", "Site", "Verdict"]
+__all__ = ["Capture", "Evidence", "HealsDisk", "Installation", "Kind", "Site", "Verdict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,4 +119,17 @@ class Kind(Protocol):
 
     def retract(self, installation: Installation, site: Site) -> None:
         """Take an installation back: quarantined, never silently deleted."""
+        ...
+
+
+@runtime_checkable
+class HealsDisk(Protocol):
+    """A kind whose local files can poison every start; called once before anything is adopted or warmed up."""
+
+    def heal(self, site: Site) -> tuple[str, ...]:
+        """Move what would crash or be refused at every start aside, and say what was done, one line each.
+
+        Raises:
+            OSError: when the disk does not let us; nothing is lost then.
+        """
         ...

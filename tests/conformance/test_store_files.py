@@ -19,7 +19,6 @@ GIB = 1 << 30
 
 
 def shared(folder: Path) -> FolderStore:
-    (folder / "shared").mkdir(exist_ok=True)
     return FolderStore(folder / "shared")
 
 
@@ -68,6 +67,8 @@ class TestContained(StoreContract):
 
 
 class TestChainOfDiskAndFolder(StoreContract):
+    """Seen from its disk; the shared folder does not even exist."""
+
     def medium(self, folder: Path) -> AbstractAsyncContextManager[Medium]:
         return folder_medium(
             lambda: Chain(DiskStore(folder / "store"), [wrap(shared(folder))]), folder / "store/objects"

@@ -41,6 +41,7 @@ class FolderMedium(Medium):
 @asynccontextmanager
 async def folder_medium(make: Callable[[], Store], objects: Path) -> AsyncIterator[Medium]:
     """A `FolderMedium` that is closed at the end."""
+    await asyncio.to_thread(objects.mkdir, parents=True, exist_ok=True)
     medium = FolderMedium(make, objects)
     try:
         yield medium

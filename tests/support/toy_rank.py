@@ -3,7 +3,9 @@
 What it does beyond that is told in the engine's arguments, so that it travels the way of real settings:
 ``--toy JSON`` with ``{"pace": seconds a phase, "gloo": bool, "RANK-NAME": {"at": PHASE, "do": ACTION}}``. Actions:
 ``exit N``, ``kill SIGNAME``, ``hang``, ``deaf`` (ignore SIGTERM from then on), ``child`` (leave a child process),
-``garbage`` (write nonsense to the status pipe), ``rehearse`` (ask for a rehearsal).
+``garbage`` (write nonsense to the status pipe), ``pid`` (leave the pid in a file),
+``orphan`` (leave a grandchild without a parent). ``{"rehearse": [COMMAND…]}``
+asks for a rehearsal.
 """
 
 from __future__ import annotations
@@ -91,6 +93,11 @@ class Toy:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             case "child":
                 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+            case "orphan":  # a grandchild that outlives its parent for a moment
+                pid = Path(self.socket_path.parent, "orphan.pid")
+                subprocess.run(["sh", "-c", f"(sleep 0.2 & echo $! > {pid})"], check=True)
+            case "pid":
+                Path(self.socket_path.parent, f"{self.spec.name}.pid").write_text(str(os.getpid()))
             case "garbage":
                 os.write(self.status_fd, b"not json\n" + b"x" * 40_000 + b"\n" + b'{"event":"phase"}\n')
 

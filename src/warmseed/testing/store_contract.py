@@ -335,7 +335,7 @@ class StoreContract(ABC):
         async def test(m: Medium) -> None:
             values = [pattern(i, 64 * 1024 + 1000 * i) for i in range(4)]
             await m.store.put("kind/changing", values[0])
-            done = asyncio.Event()
+            reading, done = asyncio.Event(), asyncio.Event()
             seen: list[bytes | None] = []
 
             async def read() -> None:
@@ -343,19 +343,20 @@ class StoreContract(ABC):
                 try:
                     while not done.is_set():
                         seen.append(await other.get("kind/changing", limit=MIB))
+                        reading.set()
                         await asyncio.sleep(0)
                 finally:
                     await other.aclose()
 
             async def write() -> None:
                 try:
+                    await reading.wait()
                     for turn in range(24):
                         await m.store.put("kind/changing", values[turn % 4])
                 finally:
                     done.set()
 
             await asyncio.gather(read(), write())
-            assert seen
             assert all(value is None or value in values for value in seen)
             assert await m.store.get("kind/changing", limit=MIB) == values[23 % 4]
 

@@ -127,8 +127,13 @@ def test_unreadable_file_is_named(tmp_path: Path) -> None:
     assert "is not valid TOML" in refusal(file=big)
 
 
-def test_tables_of_the_stores_are_left_to_them(tmp_path: Path) -> None:
-    assert merged(file=toml(tmp_path, "[preload]\nnnodes = 1\n[stores.mooncake]\nanything = 1\n")).nnodes == 1
+def test_tables_of_the_stores_are_passed_on_and_not_shown(tmp_path: Path) -> None:
+    file = toml(tmp_path, "[preload]\nnnodes = 1\n[stores.bucket]\nurl = 's3://b'\nsecret_access_key = 'hidden'\n")
+    found = merged(file=file)
+    assert found.stores == {"bucket": {"url": "s3://b", "secret_access_key": "hidden"}}
+    assert "hidden" not in repr(found)
+    assert "bucket" in repr(found)
+    assert "[stores] of the configuration file" in refusal(file=toml(tmp_path, "[stores.x]\ny = [1]"))
 
 
 def test_unknown_variable_is_warned_about_but_kubernetes_is_not(caplog: pytest.LogCaptureFixture) -> None:
