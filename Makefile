@@ -2,7 +2,7 @@
 .PHONY: demo test setup lint
 
 demo: setup
-	@.venv/bin/python -P bench/demo.py
+	@.venv/bin/python bench/demo.py
 
 test: setup lint
 	@.venv/bin/pytest -q

@@ -67,6 +67,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     index: Index | None = None  # bundles: their file index
     environment: dict[Text, Text]
     generation: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+    run: Text = ""  # the work that all ranks of a group did together; they adopt it together, see `gang`
     issued_at: UnixSeconds
     expires_at: UnixSeconds
     publisher: Text  # who made it, for people

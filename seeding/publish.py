@@ -53,8 +53,8 @@ class Publisher:
         self._publisher = publisher
         self._clock = clock
 
-    async def publish(self, capture: Capture, kind: str, site: Site, *, known: int = 0) -> Publication:
-        """Publish `capture` as the next generation of `kind`'s artifact.
+    async def publish(self, capture: Capture, kind: str, site: Site, *, known: int = 0, run: str = "") -> Publication:
+        """Publish `capture` as the next generation of `kind`'s artifact; `run` is the one its group agreed on.
 
         Raises:
             StoreError: when the first tier did not take it; the others are written behind and only counted.
@@ -93,6 +93,7 @@ class Publisher:
                 index=index,
                 environment=dict(capture.environment),
                 generation=generation,
+                run=run,
                 issued_at=issued,
                 expires_at=issued + LIFE,
                 publisher=self._publisher,

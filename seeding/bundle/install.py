@@ -11,7 +11,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,8 +75,15 @@ def authenticated(payload: Path, staging: Path, *, sha256: str, length: int) -> 
             raise ArtifactRefused("digest", f"the bundle's SHA-256 is {found[:12]}…, its manifest says {sha256[:12]}…")
         if not length:
             raise ArtifactRefused("malformed", "a bundle without a byte")
-        with mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+        mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ)
+        view = memoryview(mapped)
+        try:
             yield view
+        finally:
+            # A refusal's traceback still holds slices of the map; it then goes when they do.
+            with suppress(BufferError):
+                view.release()
+                mapped.close()
 
 
 def _digest(file: object, length: int) -> str:

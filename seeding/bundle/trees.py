@@ -187,16 +187,23 @@ class Trees:
         """Delete a tree that no root leads to."""
         self._discard(tree.path)
 
-    def prune(self, keep: set[Path]) -> int:
-        """Delete the trees that are not in `keep` and that no kept tree names as its predecessor; how many."""
-        names = {path.name for path in keep}
-        for path in keep:
-            if tree := self.read(path):
-                names.update(Path(before).parent.name for before in tree.record.before.values() if before)
-        gone = [path for path in self.trees.iterdir() if path.name not in names]
+    def prune(self) -> int:
+        """Delete the trees that no root leads to and that no live tree could be taken back to; how many."""
+        found = {path: self.read(path) for path in self.trees.iterdir()}
+        live = [tree for tree in found.values() if tree is not None and self._is_live(tree)]
+        keep = {tree.path for tree in live}
+        keep.update(Path(before).parent for tree in live for before in tree.record.before.values() if before)
+        gone = [path for path in found if path not in keep]
         for path in gone:
             self._discard(path)
         return len(gone)
+
+    def _is_live(self, tree: Tree) -> bool:
+        for folder, root in tree.record.roots.items():
+            with contextlib.suppress(OSError):
+                if os.readlink(root) == str(tree.path / folder):
+                    return True
+        return False
 
     def _link(self, root: Path, folder: str, old: str) -> str:
         temporary = root.with_name(f".{root.name}.{secrets.token_hex(6)}")

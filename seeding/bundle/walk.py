@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from warmseed.errors import printable
 from warmseed.seeding.bundle.files import DIRECTORY
 from warmseed.seeding.bundle.tar import MEMBERS
 from warmseed.seeding.errors import ArtifactRefused
@@ -101,8 +102,8 @@ def wait_until_quiet(
         if now == earlier:
             return now
         if clock() >= end:
-            changed = sorted(set(now.files.items()) ^ set(earlier.files.items()))[:1]
-            what = changed[0][0] if changed else "it"
+            changed = sorted({path for path, _ in now.files.items() ^ earlier.files.items()})
+            what = printable(changed[0]) if changed else "its folders"
             raise ArtifactRefused(
                 "busy", f"the cache still changes after {deadline:g} s ({what}); captured at a later start"
             )

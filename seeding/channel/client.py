@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import random
 import secrets
 import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from warmseed.errors import ConfigurationError, printable
 from warmseed.seeding.channel.endpoint import Endpoint
@@ -214,7 +216,7 @@ class SeedClient:
         failure: OSError | None = None
         try:
             async with asyncio.timeout(self._limits.connect_seconds):
-                for family, _, _, _, address in await loop.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM):
+                for family, address in await _addresses(peer):
                     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
                     try:
                         await loop.sock_connect(sock, address)
@@ -281,6 +283,16 @@ class SeedClient:
                 raise PeerUnreachable(f"{peer} was lost {left} bytes before the end of {length}")
             left -= len(chunk)
             yield chunk
+
+
+async def _addresses(peer: Endpoint) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+    flags = 0
+    with suppress(ValueError):
+        if isinstance(ipaddress.ip_address(peer.host), ipaddress.IPv4Address):
+            return [(socket.AF_INET, (peer.host, peer.port))]  # no thread and no resolver for what needs none
+        flags = socket.AI_NUMERICHOST
+    found = await asyncio.get_running_loop().getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM, flags=flags)
+    return [(family, address) for family, _, _, _, address in found]
 
 
 def _check_identity(peer: Endpoint, answer: Answer, instance: str) -> None:

@@ -11,7 +11,7 @@ import ipaddress
 import socket
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from warmseed.seeding.channel.limits import ServerLimits
 
@@ -42,7 +42,8 @@ class _Visitor:
     deadline: float
     needed: int = _RECORD_HEADER
     look_again: float = _FIRST_LOOK_AGAIN
-    timer: asyncio.TimerHandle | None = field(default=None)
+    timer: asyncio.TimerHandle | None = None
+    watched: bool = False  # by the loop, for readability
 
 
 class Lobby:
@@ -99,8 +100,7 @@ class Lobby:
 
     def _look(self, visitor: _Visitor) -> None:
         """Peek at what has come; go on waiting, hand over, or close."""
-        visitor.timer = None
-        self._loop.remove_reader(visitor.sock)
+        self._unwatch(visitor)
         try:
             seen = visitor.sock.recv(visitor.needed, socket.MSG_PEEK)
         except BlockingIOError:
@@ -136,7 +136,16 @@ class Lobby:
             visitor.timer = self._loop.call_later(visitor.look_again, self._look, visitor)
             visitor.look_again = min(visitor.look_again * 2, _LAST_LOOK_AGAIN)
         else:
-            self._loop.add_reader(visitor.sock, self._look, visitor)
+            visitor.watched = True
+            self._loop.add_reader(visitor.sock.fileno(), self._look, visitor)
+
+    def _unwatch(self, visitor: _Visitor) -> None:
+        if visitor.watched:
+            visitor.watched = False
+            self._loop.remove_reader(visitor.sock.fileno())
+        if visitor.timer is not None:
+            visitor.timer.cancel()
+            visitor.timer = None
 
     def _evict(self, visitor: _Visitor) -> None:
         self.evicted += 1
@@ -147,9 +156,7 @@ class Lobby:
         visitor.sock.close()
 
     def _remove(self, visitor: _Visitor) -> None:
-        self._loop.remove_reader(visitor.sock)
-        if visitor.timer is not None:
-            visitor.timer.cancel()
+        self._unwatch(visitor)
         del self._visitors[visitor]
         own = self._by_owner[visitor.owner]
         del own[visitor]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,13 +49,21 @@ def finish(child: subprocess.Popen[str]) -> dict[str, object]:
     return json.loads(out.splitlines()[-1])
 
 
-def usage(pid: int, socket: str) -> tuple[int, int]:
-    """Open descriptors and threads of a daemon, once it has no engine left."""
+def descriptors(pid: int) -> list[str]:
+    """What a process has open, sorted; inode numbers of sockets left out."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(entry).partition("[")[0])
+    return sorted(found)
+
+
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    """Give a daemon the moment it needs to notice that somebody is gone."""
     deadline = time.monotonic() + 20
-    while get_memory(SocketAddress(Path(socket))).leases:
-        assert time.monotonic() < deadline, "a dead engine's lease was not ended"
-    rows = dict(row.split(":", 1) for row in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return len(os.listdir(f"/proc/{pid}/fd")), int(rows["Threads"])
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -91,20 +100,20 @@ def test_an_engines_in_place_write_stays_its_own(socket: str) -> None:
 
 
 def test_engines_killed_hard_leave_nothing_in_the_daemon(socket: str) -> None:
+    address = SocketAddress(Path(socket))
     with process("weights_daemon.py", socket) as daemon:
         ready = line(daemon)
-        with process("weights_engine.py", socket) as engine:
-            line(engine)
-            engine.kill()
-        before = usage(daemon.pid, socket)
+        before = descriptors(daemon.pid)
+        memory = get_memory(address)
         for _ in range(5):
             with process("weights_engine.py", socket) as engine:
                 assert line(engine)["digests"] == ready["digests"]
+                assert get_memory(address).leases == 1
                 engine.send_signal(signal.SIGKILL)
                 engine.wait(10)
-        with process("weights_engine.py", socket) as engine:
-            line(engine)
-        assert usage(daemon.pid, socket) == before
+            wait_until(lambda: get_memory(address).leases == 0, "a dead engine's lease was not ended")
+        wait_until(lambda: descriptors(daemon.pid) == before, "the daemon keeps descriptors of dead engines")
+        assert get_memory(address) == memory
 
 
 def test_a_living_engine_outlasts_its_daemon_notices_and_a_new_daemon_takes_the_address(socket: str) -> None:

@@ -34,13 +34,16 @@ def read_file(path: Path | str, limit: int, *, folder: int | None = None) -> byt
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
             raise ArtifactRefused("malformed", f"{path} is not a plain file; it is not read") from None
         raise
-    with os.fdopen(descriptor, "rb") as source:
-        status = os.fstat(source.fileno())
+    try:
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ArtifactRefused("malformed", f"{path} is not a plain file; it is not read")
         if status.st_size > limit:
             raise ArtifactRefused("malformed", f"{path} has {status.st_size} bytes, over the limit of {limit}")
-        data = source.read(limit + 1)
+        with os.fdopen(descriptor, "rb", closefd=False) as source:
+            data = source.read(limit + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > limit:
         raise ArtifactRefused("malformed", f"{path} grew over the limit of {limit} bytes while it was read")
     return data

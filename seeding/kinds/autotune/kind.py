@@ -51,7 +51,7 @@ class FlashInferAutotune:
     name = KIND
 
     def __init__(self, *, overlap: Literal["local", "seeded"] = "local", allow_wildcards: bool = False) -> None:
-        self._overlap: Literal["local", "seeded"] = overlap
+        self.overlap: Literal["local", "seeded"] = overlap
         self._allow_wildcards = allow_wildcards
 
     def environment(self, site: Site) -> Environment:
@@ -67,6 +67,17 @@ class FlashInferAutotune:
             OSError: if the disk fails.
         """
         return capture_tables(site)
+
+    def check(self, manifest: Manifest, payload: Path, site: Site) -> None:
+        """Nothing, if `install` would accept the table; the disk is not touched.
+
+        Raises:
+            CannotJudge: this node does not know its own environment now.
+            ArtifactRefused: as `install`.
+        """
+        table, stores, _ = self._validated(manifest, payload, site)
+        if table is None and PER_RANK_ROOT in site.roots and MANAGED_ROOT not in site.roots:
+            table_of_stores(stores)
 
     def install(self, manifest: Manifest, payload: Path, index: bytes | None, site: Site) -> Installation:
         """Validate the table whole, then put it where the engine reads, by a rename.
@@ -160,7 +171,7 @@ class FlashInferAutotune:
         try:
             if MANAGED_ROOT in wanted:
                 for store in stores:
-                    done = place_store(store, site.roots[MANAGED_ROOT], site.state, overlap=self._overlap)
+                    done = place_store(store, site.roots[MANAGED_ROOT], site.state, overlap=self.overlap)
                     placed.append(done)
                     replaced.update(done.replaced)
                     files.update({f"{MANAGED_ROOT}/{name}": digest for name, digest in done.files.items()})
@@ -169,7 +180,7 @@ class FlashInferAutotune:
             if PER_RANK_ROOT in wanted and table is not None and local is not None:
                 relative = per_rank_path(site).relative_to(site.roots[PER_RANK_ROOT])
                 text = data if not stores else table.encode()
-                done = place_table(table, text, site.roots[PER_RANK_ROOT], relative, local=local, overlap=self._overlap)
+                done = place_table(table, text, site.roots[PER_RANK_ROOT], relative, local=local, overlap=self.overlap)
                 placed.append(done)
                 files.update({f"{PER_RANK_ROOT}/{name}": digest for name, digest in done.files.items()})
         except BaseException:
@@ -253,6 +264,21 @@ class FlashInferAutotune:
         _put_back(site, undo)
         remember_managed(site.state, label(site), ())
         forget(site.state, installation.sha256, installation.generation)
+
+    def set_aside(self, site: Site, why: str) -> None:
+        """Move this rank's local table aside, good as it is, so that nothing hits.
+
+        Raises:
+            OSError: if the folder can't be written.
+        """
+        paths = [per_rank_path(site)] if PER_RANK_ROOT in site.roots else []
+        if MANAGED_ROOT in site.roots:
+            paths += [site.roots[MANAGED_ROOT] / name for name in managed_files(site.state, label(site))]
+        for path in paths:
+            if path.is_symlink() or path.exists():
+                move_aside(path, site.state, reason="gang", detail=why)
+        if MANAGED_ROOT in site.roots:
+            remember_managed(site.state, label(site), ())
 
     def reference_manifest(self, payload: Path, site: Site, *, issued_at: int, publisher: str) -> Manifest:
         """A description of an unsigned table that stock vLLM stored, as if this node had published it.

@@ -85,6 +85,7 @@ class CompileCacheKind:
                 tree = self._install(trees, work, site)
                 failed = {name: why for name, p in placements.items() if (why := self.caches[name].prove(p, site))}
                 if not failed:
+                    trees.prune()
                     remember_index(site.state, index or b"", manifest.sha256)
                     return _installation(tree, manifest.generation, site)
                 put_back(trees, tree)
@@ -186,7 +187,7 @@ class CompileCacheKind:
             files[file.cache].append(file)
         for name, record in index.caches.items():
             cache = self.caches.get(name)
-            if cache is None or name not in site.roots:
+            if cache is None or not self._has(name, site):
                 left_out[name] = "this engine has no such cache"
                 continue
             ours = Environment(cache.record(site).environment)
@@ -207,6 +208,9 @@ class CompileCacheKind:
                 placements[name] = placed
         return placements, left_out
 
+    def _has(self, name: str, site: Site) -> bool:
+        return name in self.caches and name in site.roots
+
     def _targets(self, placements: Mapping[str, Placement]) -> dict[str, Target]:
         targets: dict[str, Target] = {}
         for name, placement in placements.items():
@@ -223,7 +227,7 @@ class CompileCacheKind:
             device_index=work.manifest.device_index,
             files=files,
             left_out=dict(work.left_out),
-            complete=not work.left_out,
+            complete=not any(self._has(name.partition("/")[0], site) for name in work.left_out),
         )
         return TreeRecord(
             config_hash=site.config_hash,

@@ -1,0 +1,410 @@
+"""Where the ranks of a group tell each other one small thing at a time, and learn together who is missing.
+
+Rank 0 hosts it: one TCP connection a rank, kept for all rounds. A round ends for everybody the same way: with a
+share of every rank, or with the names of those that did not speak in time or went away. No torch, no pickle;
+both ends prove that they hold the group's secret, and every frame carries a MAC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Annotated, Final, Protocol, TypeVar
+
+import msgspec
+
+from warmseed.errors import ConfigurationError, WarmseedError, printable
+
+__all__ = ["Alone", "Rendezvous", "RendezvousFailed", "TcpRendezvous"]
+
+_log = logging.getLogger(__name__)
+
+SHARE_BYTES: Final = 16 << 10  # bytes one rank may say in one round
+HANDSHAKE: Final = 5.0  # seconds for a stranger to prove that it is a rank
+GRACE: Final = 3.0  # seconds that a rank waits for the host's word beyond its own deadline
+SENDING: Final = 30.0  # seconds for a rank to read how a round ended
+_HELLO_BYTES: Final = 4 << 10
+_ROUNDS: Final = 64  # rounds remembered, so that a late rank still learns how one ended
+_S = TypeVar("_S", bound=msgspec.Struct)
+
+
+class RendezvousFailed(WarmseedError):
+    """A round did not complete for this rank. `missing` are the ranks that the host named.
+
+    `decided` says whether that is the host's word, which every rank hears; otherwise the host itself was not
+    heard, and other ranks may know more than this one.
+    """
+
+    def __init__(self, message: str, *, missing: tuple[int, ...] = (), decided: bool = False) -> None:
+        super().__init__(message)
+        self.missing = missing
+        self.decided = decided
+
+
+class Rendezvous(Protocol):
+    """A group's way to tell each other something."""
+
+    @property
+    def rank(self) -> int:
+        """Ours."""
+        ...
+
+    @property
+    def world(self) -> int:
+        """Ranks in the group."""
+        ...
+
+    async def exchange(self, name: str, share: bytes, *, timeout: float) -> Mapping[int, bytes]:
+        """Every rank's share of the round `name`, ours included; the same mapping on every rank.
+
+        Each rank takes part in each round at most once, with at most `SHARE_BYTES`.
+
+        Raises:
+            RendezvousFailed: if it did not complete within about `timeout` seconds.
+        """
+        ...
+
+
+class Alone:
+    """The rendezvous of a group of one."""
+
+    rank = 0
+    world = 1
+
+    async def exchange(self, name: str, share: bytes, *, timeout: float) -> Mapping[int, bytes]:
+        """Our own share."""
+        del name, timeout
+        return {0: share}
+
+
+class _Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    group: Annotated[str, msgspec.Meta(max_length=256)]
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+    world: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    nonce: Annotated[str, msgspec.Meta(min_length=32, max_length=64)]
+
+
+class _Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    refused: Annotated[str, msgspec.Meta(max_length=512)] = ""
+
+
+class _Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(max_length=128)]
+    share: Annotated[bytes, msgspec.Meta(max_length=SHARE_BYTES)]
+
+
+class _Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(max_length=128)]
+    shares: tuple[bytes, ...] = ()  # by rank; empty when the round failed
+    missing: tuple[int, ...] = ()
+    reason: Annotated[str, msgspec.Meta(max_length=512)] = ""
+
+
+class _Wire:
+    """Frames with a MAC: 4 bytes of length, 32 of HMAC-SHA256 over direction, number and body, the body."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, *, host: bool) -> None:
+        self._reader, self._writer, self._key = reader, writer, key
+        self._out, self._in = (b"host", b"rank") if host else (b"rank", b"host")
+        self._sent = self._received = 0
+
+    async def send(self, message: msgspec.Struct) -> None:
+        body = msgspec.json.encode(message)
+        mac = self._mac(self._out, self._sent, body)
+        self._sent += 1
+        self._writer.write(len(body).to_bytes(4, "big") + mac + body)
+        await self._writer.drain()
+
+    async def receive(self, form: type[_S], *, limit: int) -> _S:
+        """Raises: EOFError, OSError, `WarmseedError` for a frame that is too long, forged or malformed."""
+        length = int.from_bytes(await self._reader.readexactly(4), "big")
+        if length > limit:
+            raise WarmseedError(f"a frame of {length} bytes is over the limit of {limit}; the connection is closed")
+        mac = await self._reader.readexactly(32)
+        body = await self._reader.readexactly(length)
+        if not hmac.compare_digest(mac, self._mac(self._in, self._received, body)):
+            raise WarmseedError("the other end does not hold this group's secret; the connection is closed")
+        self._received += 1
+        try:
+            return msgspec.json.decode(body, type=form)
+        except msgspec.MsgspecError as error:
+            raise WarmseedError(f"a frame does not parse: {printable(error)}; the connection is closed") from None
+
+    def rekey(self, *nonces: bytes) -> None:
+        """From here on frames are good for this connection only."""
+        self._key = hmac.digest(self._key, b"\0".join(nonces), "sha256")
+
+    def _mac(self, direction: bytes, number: int, body: bytes) -> bytes:
+        return hmac.digest(self._key, direction + number.to_bytes(8, "big") + body, "sha256")
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Round:
+    """One round at the host."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.shares: dict[int, bytes] = {}
+        self.ended: asyncio.Future[_Verdict] = asyncio.get_running_loop().create_future()
+
+    def end(self, verdict: _Verdict) -> None:
+        if not self.ended.done():
+            self.ended.set_result(verdict)
+
+
+class TcpRendezvous:
+    """One rank's end of the exchange; rank 0's holds the listener too. Use it as ``async with``'s `opened`."""
+
+    def __init__(self, *, rank: int, world: int, group: str, host: str, port: int, secret: bytes) -> None:
+        self.rank, self.world = rank, world
+        self._group, self._host, self._port = group, host, port
+        self._key = hashlib.sha256(b"warmseed gang\0" + secret).digest()
+        self._verdict_bytes = 4096 + world * (SHARE_BYTES * 4 // 3 + 16)
+        self._rounds: dict[str, _Round] = {}
+        self._gone: set[int] = set()
+        self._members: dict[int, _Wire] = {}
+        self._wire: _Wire | None = None
+        self._turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(
+        cls,
+        *,
+        rank: int,
+        world: int,
+        group: str,
+        host: str,
+        port: int,
+        secret: bytes = b"",
+        listener: socket.socket | None = None,
+    ) -> AsyncIterator[TcpRendezvous]:
+        """The rendezvous of rank `rank` of `world`; rank 0 listens at `host` and `port`, or on `listener`.
+
+        `group` names what meets here, such as ``target/0``; ranks of another group are turned away.
+
+        Raises:
+            ConfigurationError: without a secret anywhere but on loopback, or when rank 0 can't listen.
+        """
+        if not secret and not _is_loopback(host):
+            raise ConfigurationError(
+                f"the ranks of {group} would meet at {host} without a secret; give every node the same --seed-token"
+            )
+        meeting = cls(rank=rank, world=world, group=group, host=host, port=port, secret=secret)
+        async with AsyncExitStack() as stack:
+            if rank == 0:
+                await stack.enter_async_context(meeting._listening(listener))
+            stack.callback(meeting._hang_up)
+            yield meeting
+
+    async def exchange(self, name: str, share: bytes, *, timeout: float) -> Mapping[int, bytes]:
+        """See `Rendezvous.exchange`."""
+        if len(share) > SHARE_BYTES:
+            raise RendezvousFailed(f"round {name}: a share of {len(share)} bytes is over the limit of {SHARE_BYTES}")
+        async with self._turn:
+            verdict = await (self._as_host if self.rank == 0 else self._as_member)(name, share, timeout)
+        if not verdict.shares:
+            raise RendezvousFailed(f"round {name}: {verdict.reason}", missing=verdict.missing, decided=True)
+        return dict(enumerate(verdict.shares))
+
+    # Rank 0 ------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _listening(self, listener: socket.socket | None) -> AsyncIterator[None]:
+        try:
+            server = await asyncio.start_server(
+                self._accept,
+                **({"sock": listener} if listener is not None else {"host": self._host, "port": self._port}),
+                limit=_HELLO_BYTES + SHARE_BYTES * 2,
+                backlog=min(4096, self.world + 16),
+            )
+        except OSError as error:
+            raise ConfigurationError(
+                f"rank 0 of {self._group} can't listen at {self._host}:{self._port}: {error}"
+            ) from error
+        try:
+            yield
+        finally:
+            server.close()
+            for task in tuple(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        wire = _Wire(reader, writer, self._key, host=True)
+        rank: int | None = None
+        try:
+            if len(self._tasks) > 2 * self.world + 16:
+                return
+            async with asyncio.timeout(HANDSHAKE):
+                rank = await self._admit(wire, writer)
+            if rank is not None:
+                await self._serve(rank, wire)
+        except (OSError, EOFError, TimeoutError, WarmseedError) as error:
+            _log.info("group=%s rank=%s left the rendezvous: %s", self._group, rank, printable(error) or "it closed")
+        finally:
+            if rank is not None and self._members.get(rank) is wire:
+                del self._members[rank]
+                self._lost(rank)
+            wire.close()
+
+    async def _admit(self, wire: _Wire, writer: asyncio.StreamWriter) -> int | None:
+        nonce = secrets.token_hex(16)
+        writer.write(nonce.encode())
+        await writer.drain()
+        hello = await wire.receive(_Hello, limit=_HELLO_BYTES)
+        wire.rekey(nonce.encode(), hello.nonce.encode())
+        refused = ""
+        if (hello.group, hello.world) != (self._group, self.world):
+            refused = f"this is {self._group} of {self.world} ranks"
+        elif not 0 < hello.rank < self.world:
+            refused = f"{self._group} has no rank {hello.rank} to admit"
+        elif hello.rank in self._members:
+            refused = f"rank {hello.rank} of {self._group} is here already"
+        await wire.send(_Welcome(refused))
+        if refused:
+            _log.warning("turned a rank away: %s", refused)
+            return None
+        self._members[hello.rank] = wire
+        self._gone.discard(hello.rank)
+        return hello.rank
+
+    async def _serve(self, rank: int, wire: _Wire) -> None:
+        """Rounds of one rank. Its hanging up is heard at once, also while it waits for the others."""
+        heard = asyncio.create_task(wire.receive(_Share, limit=_HELLO_BYTES + SHARE_BYTES * 2))
+        try:
+            while True:
+                message = await heard
+                heard = asyncio.create_task(wire.receive(_Share, limit=_HELLO_BYTES + SHARE_BYTES * 2))
+                meeting = self._round(message.name)
+                if not meeting.ended.done():
+                    meeting.shares[rank] = message.share
+                    self._complete(meeting)
+                either: set[asyncio.Future[_Verdict] | asyncio.Task[_Share]] = {meeting.ended, heard}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if not meeting.ended.done():
+                    await heard  # it hung up, or spoke out of turn
+                    raise WarmseedError(f"rank {rank} spoke twice in one round; the connection is closed")
+                async with asyncio.timeout(SENDING):
+                    await wire.send(meeting.ended.result())
+        finally:
+            heard.cancel()
+            await asyncio.gather(heard, return_exceptions=True)
+
+    async def _as_host(self, name: str, share: bytes, timeout: float) -> _Verdict:
+        meeting = self._round(name)
+        meeting.shares[0] = share
+        if self._gone:
+            self._fail(meeting, "went away")
+        self._complete(meeting)
+        try:
+            async with asyncio.timeout(timeout):
+                return await asyncio.shield(meeting.ended)
+        except TimeoutError:
+            self._fail(meeting, f"did not speak within {timeout:g} s")
+        return meeting.ended.result()
+
+    def _round(self, name: str) -> _Round:
+        if name not in self._rounds:
+            while len(self._rounds) >= _ROUNDS:
+                del self._rounds[next(iter(self._rounds))]
+            self._rounds[name] = _Round(name)
+        return self._rounds[name]
+
+    def _complete(self, meeting: _Round) -> None:
+        if len(meeting.shares) == self.world:
+            meeting.end(_Verdict(meeting.name, tuple(meeting.shares[rank] for rank in range(self.world))))
+
+    def _fail(self, meeting: _Round, how: str) -> None:
+        missing = tuple(rank for rank in range(self.world) if rank not in meeting.shares)
+        named = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+        meeting.end(_Verdict(meeting.name, (), missing[:1024], f"rank {named} {how}"))
+
+    def _lost(self, rank: int) -> None:
+        """A rank that hung up is out of every round that has not ended; the others need not wait for it."""
+        self._gone.add(rank)
+        for meeting in self._rounds.values():
+            if not meeting.ended.done():
+                meeting.shares.pop(rank, None)
+                if 0 in meeting.shares:  # otherwise the host has not come to this round yet, and will find out
+                    self._fail(meeting, "went away")
+
+    # The others ----------------------------------------------------------------------------------------
+
+    async def _as_member(self, name: str, share: bytes, timeout: float) -> _Verdict:
+        try:
+            async with asyncio.timeout(timeout + GRACE):
+                wire = await self._connected()
+                await wire.send(_Share(name, share))
+                verdict = await wire.receive(_Verdict, limit=self._verdict_bytes)
+        except TimeoutError:
+            self._hang_up()
+            raise RendezvousFailed(f"round {name}: no word from rank 0 within {timeout + GRACE:g} s") from None
+        except (OSError, EOFError, WarmseedError) as error:
+            self._hang_up()
+            if isinstance(error, RendezvousFailed):
+                raise
+            raise RendezvousFailed(f"round {name}: rank 0 is gone: {printable(error) or 'it closed'}") from error
+        except BaseException:
+            self._hang_up()  # half an exchange can't be continued
+            raise
+        if verdict.name != name or len(verdict.shares) not in (0, self.world):
+            self._hang_up()
+            raise RendezvousFailed(f"round {name}: rank 0 answered another question")
+        return verdict
+
+    async def _connected(self) -> _Wire:
+        if self._wire is not None:
+            return self._wire
+        pause = 0.02
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection(self._host, self._port, limit=self._verdict_bytes)
+                break
+            except OSError:  # rank 0 is still starting; the round's deadline ends this
+                await asyncio.sleep(pause)
+                pause = min(pause * 1.5, 0.5)
+        wire = _Wire(reader, writer, self._key, host=False)
+        try:
+            theirs = await reader.readexactly(32)
+            ours = secrets.token_hex(16)
+            await wire.send(_Hello(self._group, self.rank, self.world, ours))
+            wire.rekey(theirs, ours.encode())
+            welcome = await wire.receive(_Welcome, limit=_HELLO_BYTES)
+        except BaseException:
+            wire.close()
+            raise
+        if welcome.refused:
+            wire.close()
+            raise RendezvousFailed(f"rank 0 does not admit rank {self.rank}: {printable(welcome.refused)}")
+        self._wire = wire
+        return wire
+
+    def _hang_up(self) -> None:
+        if self._wire is not None:
+            with contextlib.suppress(OSError, RuntimeError):
+                self._wire.close()
+            self._wire = None
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
