@@ -27,12 +27,12 @@ class Judge:
     def __init__(
         self,
         seeds: Seeds,
-        site: Site,
+        sites: Mapping[str, Site],
         kinds: Sequence[Kind],
         adoptions: Mapping[str, Adoption],
         status: StatusWriter,
     ) -> None:
-        self._seeds, self._site, self._kinds = seeds, site, kinds
+        self._seeds, self._sites, self._kinds = seeds, sites, kinds
         self._adoptions = adoptions
         self._status = status
         self._judged: set[str] = set()
@@ -58,14 +58,15 @@ class Judge:
     async def _judge(self, kind: Kind, adoption: Adoption, evidence: Evidence) -> None:
         if adoption.installation is None or adoption.manifest is None:
             return
-        verdict = await run_blocking(kind.judge, adoption.installation, evidence, self._site)
+        site = self._sites[kind.name]
+        verdict = await run_blocking(kind.judge, adoption.installation, evidence, site)
         saved = 0.0
         if verdict.used:
             cold = adoption.manifest.provenance.get(WARMUP_SECONDS, "")
             saved = max(0.0, float(cold) - evidence.seconds) if _is_number(cold) else 0.0
         _log.info("kind=%s used=%s saved=%.1f s %s", kind.name, verdict.used, saved, printable(verdict.reason))
         self._status.send(Used(kind.name, verdict.used, saved, printable(verdict.reason)))
-        await self._seeds.judged(adoption, verdict, saved)
+        await self._seeds.judged(adoption, site, verdict, saved)
 
     def annotated(self, capture: Capture) -> Capture:
         """`capture` with what its warmup cost here, so that those who adopt it know what they saved."""

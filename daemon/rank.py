@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import gc
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -111,19 +112,21 @@ class Rank:
             for kind in (k for k in kinds if k.name in BEFORE_LOAD):
                 await self._adopt(seeds, kind, site)
             exported, fingerprint = await self._weights(preparing)
+            tables = dataclasses.replace(site, config_hash=self.engine.table_hash())
             for kind in (k for k in kinds if k.name not in BEFORE_LOAD):
-                await self._adopt(seeds, kind, site)
-            judge = Judge(seeds, site, kinds, self._adoptions, self.status)
+                await self._adopt(seeds, kind, tables)
+            sites = {kind.name: site if kind.name in BEFORE_LOAD else tables for kind in kinds}
+            judge = Judge(seeds, sites, kinds, self._adoptions, self.status)
             server = WeightServer(exported, fingerprint, lock.address, on_report=judge.on_report)
             await self._rehearse(server)
-            captures = await self._capture(seeds, kinds, site, judge)
+            captures = await self._capture(seeds, kinds, sites, judge)
             with phase("release") as report:
                 self._released = await run_blocking(self._release)
                 report.detail["released_bytes"] = self._released
             with phase("bind"):
                 await stack.enter_async_context(server.serving(lock=lock))
                 self.status.send(Serving(str(lock.address), time.monotonic()))
-            publishing = asyncio.create_task(seeds.publish(captures, site))
+            publishing = asyncio.create_task(seeds.publish(captures, sites))
             stack.push_async_callback(_finish, publishing, seeds)
             await self._serve(server)
 
@@ -218,12 +221,12 @@ class Rank:
         return (default_socket_dir() if folder is None else Path(folder)) / "rehearsal"
 
     async def _capture(
-        self, seeds: Seeds, kinds: Sequence[Kind], site: Site, judge: Judge
+        self, seeds: Seeds, kinds: Sequence[Kind], sites: Mapping[str, Site], judge: Judge
     ) -> list[tuple[Kind, Capture]]:
         """What this node made itself, read before any engine can change it."""
         captures: list[tuple[Kind, Capture]] = []
         for kind in kinds:
-            adoption = self._adoptions[kind.name]
+            adoption, site = self._adoptions[kind.name], sites[kind.name]
             if adoption.outcome == "installed" and adoption.complete:
                 continue
             if adoption.outcome == "present" and await seeds.hand_on(kind, site):

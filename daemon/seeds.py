@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Literal, ParamSpec, TypeVar
 
 from warmseed.blocking import run_blocking
 from warmseed.daemon.paths import state_folder
 from warmseed.daemon.spec import RankSpec
 from warmseed.errors import WarmseedError, printable
 from warmseed.seeding.adopt import Adopter, Adoption
-from warmseed.seeding.artifact import ArtifactKey
+from warmseed.seeding.artifact import ArtifactKey, denial_key
 from warmseed.seeding.channel.client import SeedClient, new_instance
 from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.server import SeedServer
@@ -21,19 +23,26 @@ from warmseed.seeding.channel.sources import Patience
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.keys import Keyring, PublisherKey
 from warmseed.seeding.kinds.base import Capture, Kind, Site, Verdict
+from warmseed.seeding.ledger import Entry, Ledger
 from warmseed.seeding.origins import Origin, PeerOrigin, StoreOrigin
+from warmseed.seeding.probation import Probation
 from warmseed.seeding.publish import Publisher
 from warmseed.seeding.shelf import Shelf
+from warmseed.seeding.statements import sign_denial
 from warmseed.seeding.token import MANIFEST_LABEL, Token, read_tokens
 from warmseed.seeding.trust import Trust
 from warmseed.seeding.trust_file import load_marks
 from warmseed.stores.base import Observer
 from warmseed.stores.chain import Chain
+from warmseed.stores.errors import StoreError
 from warmseed.stores.registry import open_stores
 
 __all__ = ["Seeds"]
 
 _log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+Event = Literal["adopted", "used", "unused", "refused", "published", "quarantined", "local"]
 
 
 class Seeds:
@@ -53,6 +62,8 @@ class Seeds:
         self.shelf = Shelf(chain)
         self._trust, self._keys, self._tokens = trust, keys, tokens
         self._spec, self._state = spec, state
+        self._probation = Probation(state)
+        self._ledger = Ledger(state / "ledger.jsonl")
         self._instance = new_instance()
 
     @classmethod
@@ -71,7 +82,9 @@ class Seeds:
         keys, keyring = await run_blocking(_keys, spec, tokens, state)
         shared = bool(tokens or config.seed_signing_key or config.seed_trusted_keys or config.allow_unsigned)
         stores = config.warmup_cache_stores if shared else ()
-        chain = await open_stores(stores, folder=state / "store", writes=config.store_writes, observer=observer)
+        chain = await open_stores(
+            stores, folder=state / "store", table=config.stores, writes=config.store_writes, observer=observer
+        )
         try:
             marks = await run_blocking(load_marks, state / "highest.json")
             seeds = cls(chain, trust=Trust(keyring, marks=marks), keys=keys, tokens=tokens, spec=spec, state=state)
@@ -91,12 +104,17 @@ class Seeds:
         adoption = await self._adopter(environment).adopt(kind, site)
         if adoption.manifest is not None:
             self.shelf.put(_key(kind.name, site, environment), adoption.envelope, adoption.manifest)
+            await self._record(adoption, site, "adopted", "")
+        elif adoption.outcome == "none":
+            reasons = "; ".join(f"{refusal.origin}: {refusal.reason}" for refusal in adoption.refusals)
+            await self._record(adoption, site, "local", reasons)
         return adoption
 
     def _adopter(self, environment: Environment) -> Adopter:
         return Adopter(
             self._origins(environment),
             trust=self._trust,
+            probation=self._probation,
             state=self._state,
             budget=self._spec.config.seed_budget + self._spec.config.seed_wait,
         )
@@ -132,10 +150,11 @@ class Seeds:
             _log.warning("kind=%s not captured, so not published: %s", kind.name, printable(error, limit=500))
             return None
 
-    async def publish(self, captures: Sequence[tuple[Kind, Capture]], site: Site) -> None:
+    async def publish(self, captures: Sequence[tuple[Kind, Capture]], sites: Mapping[str, Site]) -> None:
         """Publish to the disk, then the stores. A failure costs the fleet a generation, never this node its start."""
         publisher = Publisher(self.chain, self._keys, publisher=socket.gethostname())
         for kind, capture in captures:
+            site = sites[kind.name]
             try:
                 published = await publisher.publish(capture, kind.name, site)
             except (WarmseedError, OSError) as error:
@@ -147,9 +166,79 @@ class Seeds:
                 await run_blocking(capture.payload.unlink, missing_ok=True)
         self.shelf.settled()
 
-    async def judged(self, adoption: Adoption, verdict: Verdict, saved: float) -> None:
-        """Remember whether an adopted artifact was used, and what it saved."""
-        del adoption, verdict, saved
+    async def judged(self, adoption: Adoption, site: Site, verdict: Verdict, saved: float) -> None:
+        """Remember whether an adopted artifact was used, and what it saved; an engine survived it either way."""
+        manifest = adoption.manifest
+        if manifest is None:
+            return
+        await self._quietly(self._probation.prove, manifest.sha256, _label(site))
+        await self._record(
+            adoption,
+            site,
+            "used" if verdict.used else "unused",
+            verdict.reason,
+            saved=saved,
+            per_cache=dict(verdict.per_cache),
+        )
+
+    async def failed(self, kind: Kind, adoption: Adoption, site: Site, reason: str) -> None:
+        """An engine died on an artifact on trial: take it back here, and tell the fleet not to try it."""
+        manifest, installation = adoption.manifest, adoption.installation
+        if manifest is None or installation is None:
+            return
+        _log.error("kind=%s generation=%d quarantined: %s", kind.name, manifest.generation, printable(reason))
+        self.shelf.take_down(manifest.sha256)
+        await self._quietly(kind.retract, installation, site)
+        trial = await self._quietly(self._probation.fail, manifest.sha256, _label(site), reason)
+        await self._record(adoption, site, "quarantined", reason)
+        if trial is None or not self._keys:
+            return
+        denial = sign_denial(self._probation.denial(trial, publisher=socket.gethostname()), self._keys)
+        try:
+            await self.chain.put(denial_key(manifest.sha256), denial)
+        except StoreError as error:
+            _log.warning("kind=%s the fleet was not told of the quarantine: %s", kind.name, printable(error))
+
+    async def _record(
+        self,
+        adoption: Adoption,
+        site: Site,
+        event: Event,
+        reason: str,
+        *,
+        saved: float = 0.0,
+        per_cache: Mapping[str, bool] | None = None,
+    ) -> None:
+        manifest = adoption.manifest
+        entry = Entry(
+            at=int(time.time()),
+            kind=adoption.kind,
+            rank=_label(site),
+            event=event,
+            config_hash=site.config_hash,
+            sha256=manifest.sha256 if manifest else "",
+            generation=manifest.generation if manifest else 0,
+            origin=adoption.origin,
+            bytes=(manifest.stored or manifest).length if manifest else 0,
+            seconds=adoption.seconds,
+            saved=saved,
+            reason=reason[:1024],
+            per_cache=dict(per_cache or {}),
+        )
+        await self._quietly(self._ledger.record, entry)
+
+    async def _quietly(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """What `work` returns; a record that can't be kept is logged and costs nothing else."""
+        try:
+            return await run_blocking(work, *args, **kwargs)
+        except (WarmseedError, OSError) as error:
+            _log.warning("%s: %s", getattr(work, "__name__", "a record"), printable(error, limit=500))
+            return None
+
+
+def _label(site: Site) -> str:
+    """The rank as `ArtifactKey.rank_label` spells it."""
+    return f"dp{site.dp_rank}_rank{site.world_rank}"
 
 
 def _key(kind: str, site: Site, environment: Environment) -> ArtifactKey:

@@ -18,11 +18,13 @@ from typing import Literal
 from warmseed.blocking import run_blocking
 from warmseed.errors import WarmseedError, printable
 from warmseed.seeding.artifact import ArtifactKey, object_key
+from warmseed.seeding.bundle.index import read_index
 from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.errors import ArtifactRefused, CannotJudge
 from warmseed.seeding.kinds.base import Installation, Kind, Site
 from warmseed.seeding.manifest import Manifest
 from warmseed.seeding.origins import Origin, StoreOrigin
+from warmseed.seeding.probation import Probation
 from warmseed.seeding.trust import Expected, Trust
 from warmseed.seeding.trust_file import save_marks
 from warmseed.stores.errors import StoreError
@@ -97,6 +99,7 @@ class Adopter:
         origins: Sequence[Origin],
         *,
         trust: Trust,
+        probation: Probation,
         state: Path,
         budget: float,
         clock: Callable[[], float] = time.time,
@@ -104,6 +107,8 @@ class Adopter:
         """`state` is warmseed's own folder, `budget` the seconds one adoption may take in all."""
         self._origins = origins
         self._trust = trust
+        self._probation = probation
+        self._state = state
         self._marks = state / "highest.json"
         self._staging = state / "staging"
         self._budget = budget
@@ -132,15 +137,17 @@ class Adopter:
     async def known(self, kind: Kind, site: Site) -> tuple[Manifest, bytes] | None:
         """The newest manifest of `kind` that this node believes, with its envelope; nothing is installed."""
         expected = await self._expected(kind, site)
-        for origin in self._origins:
-            if not isinstance(origin, StoreOrigin):
-                continue
-            async for envelope in self._candidates(origin, expected.key):
+        for store in self._stores:
+            async for envelope in self._candidates(store, expected.key):
                 try:
-                    return await self._believe(origin, envelope, expected), envelope
+                    return await self._believe(store, envelope, expected), envelope
                 except ArtifactRefused as error:
-                    _log.info("kind=%s origin=%s refused=%s %s", kind.name, origin.name, error.reason, error)
+                    _log.info("kind=%s origin=%s refused=%s %s", kind.name, store.name, error.reason, error)
         return None
+
+    @property
+    def _stores(self) -> list[StoreOrigin]:
+        return [origin for origin in self._origins if isinstance(origin, StoreOrigin)]
 
     @asynccontextmanager
     async def candidates(self, kind: Kind, site: Site, *, most: int = 16) -> AsyncIterator[list[Candidate]]:
@@ -188,9 +195,20 @@ class Adopter:
             ArtifactRefused: the kind refuses it; nothing has changed then.
             OSError: the disk fails; nothing has changed then.
         """
-        if self._trust.remember(candidate.manifest, await self._expected(kind, site)):
+        expected = await self._expected(kind, site)
+        return await self._install(kind, site, expected, candidate)
+
+    async def _install(self, kind: Kind, site: Site, expected: Expected, candidate: Candidate) -> Installation:
+        """What was believed, in place; remembered and on trial before, kept on disk after."""
+        manifest = candidate.manifest
+        if self._trust.remember(manifest, expected):
             await run_blocking(save_marks, self._marks, self._trust.marks)
-        return await run_blocking(kind.install, candidate.manifest, candidate.payload, candidate.index, site)
+        rank = expected.key.rank_label
+        await run_blocking(self._probation.begin, manifest.kind, manifest.sha256, manifest.generation, rank)
+        installation = await run_blocking(kind.install, manifest, candidate.payload, candidate.index, site)
+        for store in self._stores:
+            await store.keep(expected.key, manifest, candidate.envelope, candidate.payload, candidate.index)
+        return installation
 
     async def _expected(self, kind: Kind, site: Site) -> Expected:
         environment = await run_blocking(kind.environment, site)
@@ -230,9 +248,8 @@ class Adopter:
         try:
             manifest = await self._believe(origin, envelope, search.expected)
             async with self._fetched(manifest, origin) as (payload, index):
-                if self._trust.remember(manifest, search.expected):
-                    await run_blocking(save_marks, self._marks, self._trust.marks)
-                installation = await run_blocking(search.kind.install, manifest, payload, index, search.site)
+                candidate = Candidate(origin.name, manifest, envelope, payload, index)
+                installation = await self._install(search.kind, search.site, search.expected, candidate)
         except CannotJudge as error:
             search.refuse(origin.name, "cannot-judge", str(error))
         except ArtifactRefused as error:
@@ -254,10 +271,16 @@ class Adopter:
             pin = await origin.pin(expected.key)
         manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
         # The fleet may know something about this very payload that its manifest can't say.
-        for other in self._origins:
-            if isinstance(other, StoreOrigin) and (denial := await other.denial(manifest.sha256)) is not None:
+        for store in self._stores:
+            if (denial := await store.denial(manifest.sha256)) is None:
+                continue
+            try:
                 self._trust.deny(denial, now=now)
-                return self._trust.believe(envelope, expected, now=now, pin=pin)
+            except ArtifactRefused as error:  # a store writer without a key forbids nothing
+                _log.warning("store=%s a denial of %s is ignored: %s", store.name, manifest.sha256[:12], error)
+                continue
+            manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
+        await run_blocking(self._probation.check, manifest.sha256)
         return manifest
 
     @asynccontextmanager
@@ -276,17 +299,27 @@ class Adopter:
                     origin, object_key(manifest.index.sha256), manifest.index.sha256, manifest.index.length, files
                 )
                 index = await run_blocking(path.read_bytes)
-            form = manifest.stored or manifest
-            payload = await self._object(origin, manifest.store_key, form.sha256, form.length, files)
+            payload = await self._payload(origin, manifest, index, files)
             yield payload, index
         finally:
             for file in files:
                 file.unlink(missing_ok=True)
 
+    async def _payload(self, origin: Origin, manifest: Manifest, index: bytes | None, files: list[Path]) -> Path:
+        """The stored object: put together from what this node has of earlier bundles, or fetched whole."""
+        if index is not None and manifest.index is not None and manifest.stored is not None:
+            contents = await run_blocking(read_index, index, manifest.index)
+            for store in self._stores:
+                path = await store.delta(contents, manifest.stored, state=self._state, folder=self._staging)
+                if path is not None:
+                    files.append(path)
+                    return path
+        form = manifest.stored or manifest
+        return await self._object(origin, manifest.store_key, form.sha256, form.length, files)
+
     async def _object(self, origin: Origin, store_key: str, sha256: str, length: int, files: list[Path]) -> Path:
         # Stores are built for many readers, a peer is busy with its own engines: it is asked last.
-        stores = [o for o in self._origins if isinstance(o, StoreOrigin)]
-        for place in dict.fromkeys([*stores, origin]):
+        for place in dict.fromkeys([*self._stores, origin]):
             try:
                 path = await place.object(store_key, sha256=sha256, length=length, folder=self._staging)
             except StoreError as error:

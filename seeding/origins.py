@@ -7,23 +7,33 @@ believed. What comes from a peer is asked of the stores first: they are built fo
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from warmseed.seeding.artifact import ArtifactKey, denial_key
+from warmseed.blocking import run_blocking
+from warmseed.seeding.artifact import ArtifactKey, denial_key, object_key
+from warmseed.seeding.bundle.index import BundleIndex
 from warmseed.seeding.catalog import Catalog
 from warmseed.seeding.channel.client import Description, SeedClient
 from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.messages import DescribeRequest
 from warmseed.seeding.channel.sources import Patience, SeedSources
+from warmseed.seeding.deltas import fetch_delta
 from warmseed.seeding.dsse import ENVELOPE_BYTES
 from warmseed.seeding.environment import Environment
+from warmseed.seeding.errors import ArtifactRefused
+from warmseed.seeding.manifest import Manifest, Stored
 from warmseed.seeding.payload import write_stream
+from warmseed.stores.base import Body
 from warmseed.stores.chain import Chain
+from warmseed.stores.errors import StoreError
 
 __all__ = ["Origin", "PeerOrigin", "StoreOrigin"]
+
+_log = logging.getLogger(__name__)
 
 
 class Origin(Protocol):
@@ -73,6 +83,42 @@ class StoreOrigin:
         into = folder / f"object.{secrets.token_hex(8)}"
         found = await self._chain.fetch_verified(store_key, sha256=sha256, length=length, into=into)
         return None if found is None else into
+
+    async def delta(self, index: BundleIndex, stored: Stored, *, state: Path, folder: Path) -> Path | None:
+        """The stored object of `index` as a new file, mostly from bundles this node has; `None`: fetch it whole."""
+        if self._chain.disk is None:
+            return None
+        try:
+            delta = await fetch_delta(
+                index, stored, remote=self._chain, local=self._chain.disk, state=state, folder=folder
+            )
+        except (ArtifactRefused, StoreError) as error:
+            _log.info("bundle=%s fetched whole: %s", index.sha256[:12], error)
+            return None
+        return None if delta is None else delta.path
+
+    async def keep(
+        self, key: ArtifactKey, manifest: Manifest, envelope: bytes, payload: Path, index: bytes | None
+    ) -> None:
+        """Have the disk hold an adopted artifact, wherever it came from: for this node's next start, and its peers.
+
+        Best effort: what the disk does not take is fetched again.
+        """
+        disk = self._chain.disk
+        if disk is None:
+            return
+        objects: list[tuple[str, Body]] = [(manifest.store_key, await run_blocking(Body.file, payload))]
+        if index is not None and manifest.index is not None:
+            objects.append((object_key(manifest.index.sha256), Body.of(index)))
+        objects.append((key.manifest_key(manifest.generation), Body.of(envelope)))
+        objects.append((key.head_key, Body.of(str(manifest.generation).encode())))
+        try:
+            for store_key, body in objects:
+                known = await disk.stat(store_key)
+                if known is None or known.size != body.size or store_key == key.head_key:
+                    await disk.put(store_key, body)
+        except StoreError as error:
+            _log.warning("kind=%s is not kept on disk: %s", key.kind, error)
 
 
 class PeerOrigin:

@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from warmseed.blocking import run_blocking
 from warmseed.errors import printable
-from warmseed.stores.errors import InvalidKey, ObjectInvalid, StoreError, StoreFull, StoreTimeout
+from warmseed.stores.errors import InvalidKey, ObjectInvalid, StoreError, StoreFull, StoreRefused, StoreTimeout
 from warmseed.stores.guards import GuardedReader, checked_chunks, wrapped
 
 __all__ = [
@@ -122,9 +122,13 @@ class Body:
         """All the bytes at once; for small bodies."""
         return b"".join([piece async for piece in self.chunks()])
 
-    def checked(self, store: str, key: str) -> Body:
-        """The same body, whose iteration raises `ObjectInvalid` when it is not exactly `size` bytes long."""
-        return Body(self.size, lambda: checked_chunks(self.chunks(), self.size, store, key), self.path)
+    def checked(self, store: str, key: str, failures: list[StoreError] | None = None) -> Body:
+        """The same body, whose iteration raises `ObjectInvalid` when it is not exactly `size` bytes long.
+
+        What it raises is also added to `failures`: libraries that read a body tend to wrap its exceptions.
+        """
+        seen = [] if failures is None else failures
+        return Body(self.size, lambda: checked_chunks(self.chunks(), self.size, store, key, seen), self.path)
 
 
 @runtime_checkable
@@ -189,8 +193,8 @@ class Observer(Protocol):
     """Told of every finished operation; metrics plug in here."""
 
     def __call__(self, *, store: str, operation: str, outcome: str, size: int, seconds: float) -> None:
-        """`outcome` is ``hit``, ``miss``, ``stored``, ``invalid``, ``full``, ``timeout``, ``unavailable``,
-        ``refused`` (a breaker is open; the store was not asked) or ``cancelled``."""
+        """`outcome` is ``hit``, ``miss``, ``stored``, ``invalid``, ``full``, ``refused``, ``timeout``,
+        ``unavailable`` or ``cancelled``."""
         ...
 
 
@@ -296,10 +300,16 @@ class BaseStore(ABC):
             )
         small = value.size <= 4 * CHUNK
         deadline = self.limits.deadline if small else self.limits.stream_deadline
-        checked = value.checked(self.name, key)
+        failures: list[StoreError] = []
+        checked = value.checked(self.name, key, failures)
 
         async def work() -> int:
-            await self._write(key, checked)
+            try:
+                await self._write(key, checked)
+            except Exception as error:
+                if failures and error is not failures[0]:
+                    raise failures[0] from error  # the body's own fault, whatever a library made of it
+                raise
             return value.size
 
         await self._timed("put", key, deadline, work, lambda size: ("stored", size))
@@ -346,8 +356,8 @@ def outcome_of(error: StoreError) -> str:
     """The word an `Observer` is told for `error`."""
     if isinstance(error, StoreTimeout):
         return "timeout"
-    if isinstance(error, StoreFull):
-        return "full"
+    if isinstance(error, StoreFull | StoreRefused):
+        return "full" if isinstance(error, StoreFull) else "refused"
     return "invalid" if isinstance(error, ObjectInvalid | InvalidKey) else "unavailable"
 
 

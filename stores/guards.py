@@ -9,10 +9,11 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from warmseed.errors import WarmseedError, printable
-from warmseed.stores.errors import ObjectInvalid, StoreError, StoreFull, StoreTimeout, StoreUnavailable
+from warmseed.stores.errors import ObjectInvalid, StoreError, StoreFull, StoreRefused, StoreTimeout, StoreUnavailable
 
 __all__ = ["GuardedReader", "checked_chunks", "wrapped"]
 
+_REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -29,6 +30,7 @@ class wrapped:  # noqa: N801 - used as a statement, like asyncio.timeout
     Raises:
         StoreTimeout: when the block took longer than `deadline` seconds.
         StoreFull: for an `OSError` that means no space or no quota.
+        StoreRefused: for an `OSError` that means no permission, or a read-only file system.
         StoreUnavailable: for any other foreign exception.
     """
 
@@ -56,6 +58,8 @@ class wrapped:  # noqa: N801 - used as a statement, like asyncio.timeout
         what = f"{self._store}: {self._operation} {self._key} failed: {type(error).__name__}: {printable(error)}"
         if isinstance(error, OSError) and error.errno in _FULL:
             raise StoreFull(f"{what}; nothing was kept") from error
+        if isinstance(error, OSError) and error.errno in _REFUSED:
+            raise StoreRefused(f"{what}; grant the right, or leave this store out") from error
         raise StoreUnavailable(f"{what}; treated as a miss") from error
 
 
@@ -129,28 +133,41 @@ class GuardedReader:
             raise ObjectInvalid(f"{self._store}: {self._key} stopped after {self.seen} of {self.size} bytes; dropped")
 
 
-async def checked_chunks(pieces: AsyncIterator[bytes], size: int, store: str, key: str) -> AsyncIterator[bytes]:
-    """The pieces of a body to write, as long as they are exactly `size` bytes.
+async def checked_chunks(
+    pieces: AsyncIterator[bytes], size: int, store: str, key: str, failures: list[StoreError]
+) -> AsyncIterator[bytes]:
+    """The pieces of a body to write, as long as they are exactly `size` bytes; what is raised goes into `failures`.
 
     Raises:
         ObjectInvalid: for a body that is longer or shorter, or whose own source fails: the fault is the
             caller's, so no tier is blamed for it.
     """
-    seen = 0
+    seen, held = 0, b""
     try:
         async for piece in pieces:
             seen += len(piece)
             if seen > size:
                 break
-            yield piece
-    except StoreError:
+            if held:
+                yield held
+            held = piece  # until the body's end is seen: a server that has all it was told of would keep it
+    except StoreError as error:
+        failures.append(error)
         raise
     except Exception as error:
-        raise ObjectInvalid(
-            f"{store}: the source of {key} failed: {type(error).__name__}: {printable(error)}; nothing was stored"
-        ) from error
+        failures.append(
+            ObjectInvalid(
+                f"{store}: the source of {key} failed: {type(error).__name__}: {printable(error)}; nothing was stored"
+            )
+        )
+        raise failures[-1] from error
     finally:
         if hasattr(pieces, "aclose"):
             await pieces.aclose()
     if seen != size:
-        raise ObjectInvalid(f"{store}: the source of {key} gave {seen} bytes, not {size}; nothing was stored")
+        failures.append(
+            ObjectInvalid(f"{store}: the source of {key} gave {seen} bytes, not {size}; nothing was stored")
+        )
+        raise failures[-1]
+    if held:
+        yield held

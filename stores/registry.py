@@ -24,6 +24,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from warmseed.blocking import run_blocking
 from warmseed.errors import ConfigurationError, printable
 from warmseed.stores.base import BaseStore, Observer, Store, StoreLimits
 from warmseed.stores.chain import Chain, Writes
@@ -148,7 +149,7 @@ async def open_store(
         ConfigurationError: as `open_stores`.
     """
     spec = _parse(text.strip(), table or {})
-    backend = _backend(spec.scheme, table or {})
+    backend = await run_blocking(_backend, spec.scheme, table or {})  # imports, so it reads files
     given = {**spec.options, **_from_environment(spec.name, backend, environment)}
     limits, options = _options(spec, backend, given)
     store = await backend.open(StoreContext(spec.name, spec.url, limits, observer), options)

@@ -6,7 +6,9 @@ import sys
 
 import typer
 
+from warmseed.daemon.cli.env import env, execute
 from warmseed.daemon.cli.preload import preload
+from warmseed.daemon.cli.report import report
 from warmseed.daemon.cli.run import run
 from warmseed.daemon.cli.token import app as token_app
 from warmseed.daemon.flags import CONTEXT_SETTINGS
@@ -23,6 +25,9 @@ app = typer.Typer(
 )
 app.command("preload", context_settings=CONTEXT_SETTINGS)(preload)
 app.command("run")(run)
+app.command("env")(env)
+app.command("exec")(execute)
+app.command("report")(report)
 app.add_typer(token_app)
 
 

@@ -102,6 +102,13 @@ class Engine(Protocol):
         """What a daemon's weights and an engine's expectations must agree on."""
         ...
 
+    def table_hash(self) -> str:
+        """The configuration hash under which engines look for tables, once the model is loaded.
+
+        Engines change their configuration while they build the model, so it may differ from the identity's.
+        """
+        ...
+
     def rehearsal(self, *, socket_dir: Path, cache_root: Path) -> list[str]:
         """The command line of a throwaway engine: maps this node's weights at the sockets in `socket_dir`,
         warms up, reports its evidence, answers one token and exits."""

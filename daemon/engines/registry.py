@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from warmseed.daemon.engines.base import Engine
+from warmseed.daemon.engines import torch as torch_engine
+from warmseed.daemon.engines.base import CacheLayout, Engine
 from warmseed.daemon.engines.torch import TorchEngine
 from warmseed.daemon.spec import RankSpec
+from warmseed.errors import ConfigurationError, printable
 
-__all__ = ["engine_for"]
+__all__ = ["cache_layout", "engine_for"]
 
 
 def engine_for(spec: RankSpec) -> Engine:
@@ -28,3 +31,18 @@ def engine_for(spec: RankSpec) -> Engine:
     from warmseed.daemon.engines.vllm.adapter import VllmEngine
 
     return VllmEngine(spec)
+
+
+def cache_layout(engine: str, cache_root: Path) -> CacheLayout:
+    """Where processes of the engine called `engine` keep their caches below `cache_root`.
+
+    Raises:
+        ConfigurationError: there is no such engine.
+    """
+    if engine == "torch":
+        return torch_engine.layout_below(cache_root)
+    if engine == "vllm":
+        from warmseed.daemon.engines.vllm import layout
+
+        return layout.layout_below(cache_root, os.environ, flashinfer="", arch="")
+    raise ConfigurationError(f"there is no engine {printable(engine)!r}; choose vllm or torch")

@@ -32,7 +32,7 @@ from warmseed.seeding.kinds.base import Evidence, Kind
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BUCKETS", "Generation", "TorchEngine"]
+__all__ = ["BUCKETS", "Generation", "TorchEngine", "layout_below"]
 
 BUCKETS = (16, 32, 48, 64, 80, 96, 112, 128)  # tokens; the sequence lengths a start warms up
 _CONFIG_BYTES = 1 << 20  # bytes in the largest config.json read
@@ -114,12 +114,7 @@ class TorchEngine:
         return Environment({**host_facts(), **_device_facts(self.device)})
 
     def caches(self, cache_root: Path) -> CacheLayout:
-        inductor = cache_root / "torch" / "inductor"
-        triton = cache_root / "torch" / "triton"
-        return CacheLayout(
-            roots={"inductor": inductor, "triton": triton},
-            variables={"TORCHINDUCTOR_CACHE_DIR": str(inductor), "TRITON_CACHE_DIR": str(triton)},
-        )
+        return layout_below(cache_root)
 
     def kinds(self) -> Sequence[Kind]:
         from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind
@@ -172,6 +167,9 @@ class TorchEngine:
             cuda_version=facts.get("cuda", ""),
             gpu_model="" if self.device == "cpu" else facts["device"],
         )
+
+    def table_hash(self) -> str:
+        return self.identity().config_hash
 
     def release(self) -> None:
         import torch
@@ -248,6 +246,16 @@ class TorchEngine:
 
         with torch.inference_mode():
             return module(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def layout_below(cache_root: Path) -> CacheLayout:
+    """Where torch's compilers keep their caches below `cache_root`."""
+    inductor = cache_root / "torch" / "inductor"
+    triton = cache_root / "torch" / "triton"
+    return CacheLayout(
+        roots={"inductor": inductor, "triton": triton},
+        variables={"TORCHINDUCTOR_CACHE_DIR": str(inductor), "TRITON_CACHE_DIR": str(triton)},
+    )
 
 
 def decoder_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

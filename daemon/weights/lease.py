@@ -55,7 +55,8 @@ class Line:
             WeightCacheUnavailable: no answer in time, a refusal, or no understandable answer.
         """
         with self._explained():
-            frames.send(self._connection, request, deadline=deadline)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may have said why before it closed
+                frames.send(self._connection, request, deadline=deadline)
             answer = frames.read(
                 self._connection, Answer, limit=frames.ANSWER_LIMIT, who=f"daemon at {self.address}", deadline=deadline
             )

@@ -136,7 +136,7 @@ class WeightServer:
                     try:
                         yield
                     finally:
-                        await run_blocking(bound.withdraw)
+                        await run_blocking(bound.unpublish)
                         await self._farewell()
                         accepting.cancel()
             finally:

@@ -242,7 +242,11 @@ class BoundSocket:
 
     def withdraw(self) -> None:
         """Remove the path, if it is still ours, and stop listening."""
+        self.unpublish()
         self.listener.close()
+
+    def unpublish(self) -> None:
+        """Remove the path, if it is still ours: nobody new finds the daemon."""
         gone = contextlib.suppress(WeightCacheUnavailable, FileNotFoundError)
         with gone, _folder(self.address, create=False) as folder:
             if os.stat(self.address.path.name, dir_fd=folder, follow_symlinks=False).st_ino == self.inode:
@@ -320,6 +324,7 @@ def connect(address: SocketAddress, *, timeout_s: float) -> socket.socket:
         try:
             _connect(connection, _at(folder, address.path.name), timeout_s)
             check_peer(connection)
+            connection.settimeout(timeout_s)
         except BlockingIOError as error:
             connection.close()
             raise WeightCacheUnavailable("timeout", f"{address}: no connection within {timeout_s:g} s") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["ClientLimits", "ServerLimits"]
 
@@ -37,6 +37,20 @@ class ServerLimits:
     description_rate: int = 64 << 10  # bytes per second
     stream_rate: int = 1 << 20  # bytes per second
     write_buffer: int = 256 << 10  # bytes of an answer inside our process that the peer has not taken yet
+
+    def within(self, descriptors: int) -> ServerLimits:
+        """These limits, lowered so that peers and strangers together take less than half of `descriptors`.
+
+        Else a flood of connections would leave the daemon none to open its own files with.
+        """
+        share, small = max(descriptors // 8, 4), max(descriptors // 16, 2)
+        return replace(
+            self,
+            silent=min(self.silent, share),
+            queue=min(self.queue, share),
+            sessions=min(self.sessions, share),
+            handshakes=min(self.handshakes, small),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 import ssl
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from warmseed.errors import ConfigurationError, printable
 from warmseed.seeding.channel.errors import PeerRejected, ProtocolError
@@ -67,7 +68,8 @@ class SeedServer:
         instance: str,
         limits: ServerLimits | None = None,
     ) -> None:
-        self._limits = limits = limits or ServerLimits()
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._limits = limits = (limits or ServerLimits()).within(descriptors)
         self._host = host
         self._port = port
         self._context = server_context(tokens)
@@ -83,7 +85,15 @@ class SeedServer:
         self._log = Throttled(logger)
         self._key_ids = ", ".join(token.key_id for token in tokens)
         self.stats = ServerStats()
+        self.lobby: Lobby | None = None  # while it listens
         self.addresses: tuple[tuple[str, int], ...] = ()  # where it listens, once `listening` has begun
+
+    def counters(self) -> dict[str, int]:
+        """Every count since the start, and what is held now, by stable names; for metrics."""
+        lobby, turns, seats = self.lobby, self._turns, self._seats
+        silent = {"silent": len(lobby), "evicted": lobby.evicted, "expired": lobby.expired} if lobby else {}
+        held = {"queued": turns.waiting, "handshakes": turns.held, "sessions": seats.held}
+        return asdict(self.stats) | asdict(self._replies.stats) | silent | held
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[SeedServer]:

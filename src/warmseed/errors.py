@@ -3,7 +3,8 @@
 WarmseedError
 ├── ConfigurationError            stops start-up, exit code 2, before any GPU work
 ├── StoreError                    warmseed.stores.errors
-│   ├── StoreUnavailable
+│   ├── StoreUnavailable, StoreTimeout
+│   ├── StoreRefused
 │   ├── StoreFull
 │   ├── ObjectInvalid
 │   └── InvalidKey

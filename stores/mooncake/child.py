@@ -175,7 +175,7 @@ def main() -> None:
             MooncakeDistributedStore,
             ReplicateConfig,
         )
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a missing library shows as ImportError, a wrong one as anything
         answer(event="import", error=f"{type(error).__name__}: {error}")
         return
     answer(event="imported")

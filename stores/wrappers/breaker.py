@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 from warmseed.errors import printable
 from warmseed.stores.base import Body, ObjectInfo, ObjectReader, Store
-from warmseed.stores.errors import InvalidKey, ObjectInvalid, StoreError, StoreFull, StoreTimeout, StoreUnavailable
+from warmseed.stores.errors import StoreError, StoreTimeout, StoreUnavailable
 from warmseed.stores.wrappers.base import Wrapper
 
 __all__ = ["PROBE_KEY", "Breaker", "BreakerOpen"]
@@ -65,11 +65,11 @@ class Breaker(Wrapper):
             raise BreakerOpen(f"{self.inner.name}: not asked, it failed just now ({self._why}); treated as a miss")
         try:
             yield
-        except (InvalidKey, ObjectInvalid, StoreFull):
-            self._succeeded()  # it answered
-            raise
-        except StoreError as error:
+        except StoreUnavailable as error:
             self._note_failure(error)
+            raise
+        except StoreError:
+            self._succeeded()  # it answered
             raise
         else:
             self._succeeded()

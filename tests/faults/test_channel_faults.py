@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+import fcntl
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 
 import pytest
@@ -291,3 +292,53 @@ def test_a_source_that_gives_less_or_more_than_it_promised_leaves_a_cut_stream()
                     await fetched(client, peer, OBJECT_DIGEST, length=len(OBJECT))
 
     run(main())
+
+
+def test_an_exchange_cancelled_at_any_moment_leaves_nothing_open() -> None:
+    async def main() -> None:
+        token = a_token()
+        client = await a_client(token)
+        async with serving(a_source(), [token]) as (server, peer):
+            await client.describe(peer, a_request(client))
+            await until(lambda: server.counters()["sessions"] == 0)
+            before = open_descriptors()
+            for steps in range(60):
+                asking = asyncio.create_task(client.describe(peer, a_request(client)))
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+            await until(lambda: open_descriptors() == before)
+            assert await client.describe(peer, a_request(client)) is not None
+
+    run(main())
+
+
+def test_a_listener_stopped_at_any_moment_leaves_nothing_open() -> None:
+    async def main() -> None:
+        token = a_token()
+        client = await a_client(token, limits=HASTY)
+        async with serving(a_source(), [token]) as (server, _):
+            pass
+        before = open_descriptors()
+        for steps in range(0, 80, 2):
+            async with server.listening():
+                peer = Endpoint(*server.addresses[0])
+                asking = [asyncio.create_task(client.describe(peer, a_request(client))) for _ in range(3)]
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+            for one in asking:
+                one.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        await until(lambda: open_descriptors() == before)
+
+    run(main())
+
+
+def open_descriptors() -> int:
+    count = 0
+    for descriptor in range(1024):
+        with suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_GETFD)
+            count += 1
+    return count

@@ -12,11 +12,13 @@ import traceback
 from pathlib import Path
 
 import pytest
+from tests.security.test_channel_messages import _raw, spelled
 from tests.support.channel import a_client, a_request, a_source, run, serving, until
 from tests.support.chaos import Faults, chaos
 
 from warmseed.blocking import run_blocking
 from warmseed.seeding.channel.errors import ChannelError
+from warmseed.seeding.channel.frames import REQUEST_BYTES, frame
 from warmseed.seeding.channel.tls import server_context
 from warmseed.seeding.token import TLS_CA_LABEL, TOKEN_VARIABLE, Token, new_token, parse_token
 
@@ -105,9 +107,6 @@ def test_a_child_does_not_inherit_the_token() -> None:
 
 def test_a_hostile_text_reaches_the_log_escaped_and_cut(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        from tests.security.test_channel_messages import _raw, spelled
-
-        from warmseed.seeding.channel.frames import REQUEST_BYTES, frame
 
         token = await run_blocking(lambda: parse_token(new_token().reveal()))
         async with serving(a_source(), [token]) as (server, peer):

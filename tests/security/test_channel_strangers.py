@@ -27,7 +27,8 @@ from tests.support.chaos import chaos
 
 from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.limits import ServerLimits
-from warmseed.seeding.channel.lobby import owner_of
+from warmseed.seeding.channel.lobby import Lobby, owner_of
+from warmseed.seeding.channel.server import SeedServer
 
 
 @asynccontextmanager
@@ -46,6 +47,11 @@ async def strangers(peer: Endpoint, count: int, *, address: str | None = None) -
     finally:
         for sock in socks:
             sock.close()
+
+
+def lobby_of(server: SeedServer) -> Lobby:
+    assert server.lobby is not None
+    return server.lobby
 
 
 @pytest.fixture(autouse=True)
@@ -78,10 +84,10 @@ def test_the_caps_are_never_passed() -> None:
         async with serving(a_source(), [a_token()], limits=limits) as (server, peer):
             async with strangers(peer, 100, address="127.0.0.7"):
                 await until(lambda: server.stats.accepted == 100)
-                assert (len(server.lobby), server.lobby.peak) == (16, 16)
+                assert lobby_of(server).peak == len(lobby_of(server)) == 16
             async with strangers(peer, 200):
                 await until(lambda: server.stats.accepted == 300)
-                assert server.lobby.peak <= 64
+                assert lobby_of(server).peak <= 64
 
     run(main())
 
@@ -110,7 +116,7 @@ def test_a_silent_or_dripping_stranger_is_cut_in_time(sent: bytes) -> None:
             writer.write(sent)
             with suppress(ConnectionResetError):
                 assert await reader.read() == b""
-            assert server.lobby.expired == 1
+            assert lobby_of(server).expired == 1
             writer.close()
 
     run(main(), seconds=3)
@@ -177,7 +183,27 @@ def test_running_out_of_descriptors_pushes_out_the_silent_and_serves_the_honest(
             assert await client.describe(peer, a_request(client)) is not None
             assert await client.describe(peer, a_request(client)) is not None
             assert failures == []
-            assert len(server.lobby) == 0
+            assert len(lobby_of(server)) == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("descriptors", [256, 1024, 20_000, 1 << 20])
+def test_connections_leave_the_daemon_half_of_its_descriptors(descriptors: int) -> None:
+    limits = ServerLimits().within(descriptors)
+    assert limits.silent + limits.queue + limits.handshakes + limits.sessions <= descriptors // 2
+    assert min(limits.silent, limits.queue, limits.handshakes, limits.sessions) > 0
+
+
+def test_counters_have_stable_names() -> None:
+    async def main() -> None:
+        token = a_token()
+        client = await a_client(token)
+        async with serving(a_source(), [token]) as (server, peer), strangers(peer, 2):
+            await client.describe(peer, a_request(client))
+            await until(lambda: server.counters()["sessions"] == 0)
+            counters = server.counters()
+            assert counters | {"accepted": 3, "described": 1, "silent": 2, "rejected": 0} == counters
 
     run(main())
 

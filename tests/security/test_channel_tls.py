@@ -7,6 +7,7 @@ import datetime
 import re
 import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -25,6 +26,9 @@ from warmseed.seeding.channel.errors import ChannelError, PeerRejected, PeerUnre
 from warmseed.seeding.channel.limits import ClientLimits, ServerLimits
 from warmseed.seeding.channel.tls import ALPN, client_context, server_context, server_name
 from warmseed.seeding.token import TLS_CA_LABEL, Token
+
+# What the plaintext protocol of stock vLLM sends; with a token that once ended its listener for good.
+PLAINTEXT = struct.pack("!Q", 60) + '{"kind":"flashinfer_autotune","token":"é"}'.encode().ljust(60)
 
 HASTY = ClientLimits(handshake_seconds=2, answer_seconds=2, reconnects=1, reconnect_seconds=0.01)
 
@@ -192,6 +196,7 @@ def test_what_is_not_tls_is_closed_at_once(greeting: bytes) -> None:
             with suppress(ConnectionResetError):
                 assert await reader.read() == b""
             writer.close()
+            assert server.lobby is not None
             assert server.lobby.garbage == 1
             assert server.stats.rejected == 0  # OpenSSL never saw it
 

@@ -213,3 +213,36 @@ class RawMooncake:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+@contextlib.contextmanager
+def redis_server(folder: Path, *arguments: str) -> Iterator[int]:
+    """A Redis server on loopback that keeps nothing on disk; yields its port."""
+    port = free_port()
+    command = [
+        program("redis-server"),
+        *("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)),
+        *arguments,
+    ]
+    with running(command, folder / "redis.log"):
+        wait_until(lambda: listening(port), "redis-server")
+        yield port
+
+
+@contextlib.contextmanager
+def s3_server(folder: Path) -> Iterator[str]:
+    """A moto server that speaks S3; yields its endpoint."""
+    port = free_port()
+    with running([program("moto_server"), "-H", "127.0.0.1", "-p", str(port)], folder / "moto.log"):
+        wait_until(lambda: listening(port), "moto_server")
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def http_server(folder: Path, *arguments: str) -> Iterator[str]:
+    """A plain HTTP server of the files below `folder`; yields its URL."""
+    port = free_port()
+    script = Path(__file__).with_name("http_folder.py")
+    with running([sys.executable, str(script), str(port), str(folder), *arguments], folder.parent / "http.log"):
+        wait_until(lambda: listening(port), "http_folder")
+        yield f"http://127.0.0.1:{port}"

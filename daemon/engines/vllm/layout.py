@@ -34,8 +34,8 @@ def layout_below(cache_root: Path, environ: Mapping[str, str], *, flashinfer: st
     variables["FLASHINFER_WORKSPACE_BASE"] = str(cache_root / "flashinfer")
     # FlashInfer modules that were compiled elsewhere come as a package; see the kind of compiled caches.
     python = str(cache_root / "python")
-    inherited = environ.get("PYTHONPATH", "")
-    variables["PYTHONPATH"] = python + (f":{inherited}" if inherited and python not in inherited.split(":") else "")
+    inherited = [part for part in environ.get("PYTHONPATH", "").split(":") if part and part != python]
+    variables["PYTHONPATH"] = ":".join((python, *inherited))
     for name in ("VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR", "FLASHINFER_AUTOTUNE_CACHE_DIR"):
         if environ.get(name):
             variables[name] = environ[name]  # an operator's own choice stands
