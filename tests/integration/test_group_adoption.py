@@ -211,7 +211,7 @@ def test_a_kind_that_keeps_single_ranks_winners_is_no_member(tmp_path: Path, sto
         site = table_site(tmp_path)
         async with Node.opened(site.state, f"file:{store}") as node:
             with pytest.raises(ValueError, match="overlap"):
-                TableMember(node.adopter(site, KIND), FlashInferAutotune(), site)
+                TableMember(node.adopter(site, KIND), FlashInferAutotune(overlap="local"), site)
             adoption = await adopt_in_group(node.adopter(site, KIND), KIND, site, Alone(), timeout=5)
             assert adoption.outcome == "none"
 

@@ -11,9 +11,11 @@ from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.channel.client import SeedClient, new_instance
 from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.server import SeedServer
+from warmseed.seeding.channel.sources import Patience
 from warmseed.seeding.keys import Keyring, PublisherKey
 from warmseed.seeding.kinds.base import Kind, Site
-from warmseed.seeding.origins import Origin, Patience, PeerOrigin, StoreOrigin
+from warmseed.seeding.origins import Origin, PeerOrigin, StoreOrigin
+from warmseed.seeding.probation import Probation
 from warmseed.seeding.publish import Publication, Publisher
 from warmseed.seeding.shelf import Shelf
 from warmseed.seeding.token import Token
@@ -61,7 +63,7 @@ class Node:
             client = SeedClient([token], instance=new_instance())
             patience = Patience(wait_seconds=1.0)
             origins.append(PeerOrigin(client, [peer], patience, environment=kind.environment(site)))
-        return Adopter(origins, trust=self.trust, state=self.state, budget=30.0)
+        return Adopter(origins, trust=self.trust, probation=Probation(self.state), state=self.state, budget=30.0)
 
     async def adopt(self, kind: Kind, site: Site) -> Adoption:
         """Adopt from the stores alone."""

@@ -8,7 +8,16 @@ import msgspec
 
 from warmseed.seeding.kinds.autotune.files import held_folder, read_file, replace_file
 
-__all__ = ["Undo", "forget", "managed_files", "recall", "remember", "remember_managed"]
+__all__ = [
+    "Undo",
+    "forget",
+    "managed_files",
+    "recall",
+    "remember",
+    "remember_digest",
+    "remember_managed",
+    "remembered_digest",
+]
 
 _LIMIT = 16 << 20  # bytes of one record
 
@@ -70,6 +79,25 @@ def managed_files(state: Path, label: str) -> tuple[str, ...]:
         return () if data is None else msgspec.json.decode(data, type=tuple[str, ...])
     except msgspec.DecodeError:
         return ()
+
+
+def remember_digest(state: Path, label: str, sha256: str) -> None:
+    """Note which payload a rank's table was installed from or captured as; empty for none.
+
+    Raises:
+        OSError: if warmseed's own folder can't be written.
+    """
+    with held_folder(state / "tables" / "held", create=True) as folder:
+        replace_file(folder, label, sha256.encode())
+
+
+def remembered_digest(state: Path, label: str) -> str:
+    """The digest noted, or an empty text.
+
+    Raises:
+        OSError: if warmseed's own folder can't be read.
+    """
+    return (read_file(state / "tables" / "held" / label, 64) or b"").decode("ascii", "replace")
 
 
 def _name(sha256: str, generation: int) -> str:
