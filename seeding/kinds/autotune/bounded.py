@@ -32,6 +32,7 @@ class JsonLimits:
 
 
 _STRING = re.compile(r'"[^"]*"')
+_ONE_DIGIT = dict.fromkeys(b"123456789", "0")
 _NOT_STRUCTURE = {code: None for code in range(128) if chr(code) not in "[]{}"}
 
 
@@ -66,7 +67,7 @@ def _measure(text: str, what: str, bounds: JsonLimits) -> None:
     bare = _STRING.sub("", text)
     if bare.count(",") + bare.count("[") + bare.count("{") > bounds.values:
         raise _malformed(what, f"holds more than {bounds.values} values")
-    if re.search(rf"[0-9]{{{bounds.digits + 1}}}", bare):
+    if "0" * (bounds.digits + 1) in bare.translate(_ONE_DIGIT):
         raise _malformed(what, f"holds a number of more than {bounds.digits} digits")
     shape = bare.translate(_NOT_STRUCTURE)
     for _ in range(bounds.depth):

@@ -176,7 +176,8 @@ class FlashInferAutotune:
         previous = local.data if local is not None and local.standing is Standing.GOOD else None
         replaced: dict[str, bytes] = {}
         placed: list[Placed] = []
-        remember(site.state, manifest.sha256, manifest.generation, Undo(table=previous))
+        keys = tuple(table.entries) if table is not None else tuple(key for store in stores for key in store.entries)
+        remember(site.state, manifest.sha256, manifest.generation, Undo(table=previous, keys=keys))
         try:
             if MANAGED_ROOT in wanted:
                 for store in stores:
@@ -196,8 +197,9 @@ class FlashInferAutotune:
             _take_back_entries(site, files, replaced)
             raise
         remember_digest(site.state, label(site), manifest.sha256)
-        keys = tuple(table.entries) if table is not None else tuple(key for store in stores for key in store.entries)
-        remember(site.state, manifest.sha256, manifest.generation, Undo(table=previous, keys=keys, entries=replaced))
+        if replaced:
+            undo = Undo(table=previous, keys=keys, entries=replaced)
+            remember(site.state, manifest.sha256, manifest.generation, undo)
         _log.info(
             "installed table sha256=%s generation=%d added=%d kept=%d left_out=%d",
             manifest.sha256[:12],
@@ -224,7 +226,7 @@ class FlashInferAutotune:
             return False
         if MANAGED_ROOT in site.roots:
             names = managed_files(site.state, label(site))
-            return bool(names) and all((site.roots[MANAGED_ROOT] / name).is_file() for name in names)
+            return bool(names) and all(_has_content(site.roots[MANAGED_ROOT] / name) for name in names)
         return True
 
     def heal(self, site: Site) -> tuple[str, ...]:
@@ -334,6 +336,14 @@ class FlashInferAutotune:
 def _installed_path(site: Site, name: str) -> tuple[Path | None, str]:
     root, _, relative = name.partition("/")
     return (site.roots[root] / relative, root) if root in site.roots else (None, root)
+
+
+def _has_content(path: Path) -> bool:
+    """Whether FlashInfer could serve this entry; after a power cut it may be there and empty."""
+    try:
+        return path.stat(follow_symlinks=False).st_size > 0
+    except OSError:
+        return False
 
 
 def _still(path: Path, digest: str) -> bool:

@@ -31,13 +31,14 @@ class Undo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def remember(state: Path, sha256: str, generation: int, undo: Undo) -> None:
-    """Keep `undo` on disk before anything is replaced.
+    """Keep `undo` on disk before anything is replaced; durably, if there is something to put back.
 
     Raises:
         OSError: if warmseed's own folder can't be written.
     """
+    durable = undo.table is not None or bool(undo.entries)
     with held_folder(state / "tables" / "undo", create=True) as folder:
-        replace_file(folder, _name(sha256, generation), msgspec.json.encode(undo))
+        replace_file(folder, _name(sha256, generation), msgspec.json.encode(undo), durable=durable)
 
 
 def recall(state: Path, sha256: str, generation: int) -> Undo:
@@ -65,7 +66,7 @@ def remember_managed(state: Path, label: str, files: tuple[str, ...]) -> None:
         OSError: if warmseed's own folder can't be written.
     """
     with held_folder(state / "tables" / "managed", create=True) as folder:
-        replace_file(folder, f"{label}.json", msgspec.json.encode(files))
+        replace_file(folder, f"{label}.json", msgspec.json.encode(files), durable=False)  # lost: adopted once more
 
 
 def managed_files(state: Path, label: str) -> tuple[str, ...]:
@@ -88,7 +89,7 @@ def remember_digest(state: Path, label: str, sha256: str) -> None:
         OSError: if warmseed's own folder can't be written.
     """
     with held_folder(state / "tables" / "held", create=True) as folder:
-        replace_file(folder, label, sha256.encode())
+        replace_file(folder, label, sha256.encode(), durable=False)  # lost: a pin installs it once more
 
 
 def remembered_digest(state: Path, label: str) -> str:
