@@ -228,7 +228,15 @@ class Play:
         from tests.support.vllm_nodes import Node
 
         # `LLM` and `vllm serve` choose different batch sizes; the daemon is told whose engines it has.
-        return Node(name, folder, self.model, (*extra, "--engine-usage", "llm"), shape=self.shape())
+        node = Node(name, folder, self.model, (*extra, "--engine-usage", "llm"), shape=self.shape())
+        # Multicast can put GPUs that others share out of service: off, whatever the machine's own default is.
+        node.variables |= {
+            "NCCL_NVLS_ENABLE": "0",
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+            "NVSHMEM_DISABLE_NVLS": "1",
+            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        }
+        return node
 
     def shared(self) -> list[str]:
         from tests.support.vllm_nodes import new_token
