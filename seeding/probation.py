@@ -100,6 +100,13 @@ class Probation:
         """The payload crashed or failed an engine of `rank`; the trial as it stands now, for a denial."""
         return self._move(sha256, rank, "quarantined", reason[:512])
 
+    def withdraw(self, sha256: str, rank: str) -> None:
+        """The payload on trial was not installed after all: nothing is known about it."""
+        with self._changing() as trials:
+            known = trials.get((sha256, rank))
+            if known is not None and known.state == "trial":
+                del trials[(sha256, rank)]
+
     def interrupted(self, rank: str) -> tuple[Trial, ...]:
         """Trials that an earlier process of `rank` began and never ended."""
         return tuple(trial for trial in self._read() if trial.rank == rank and trial.state == "trial")
