@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 from warmseed.blocking import run_blocking
@@ -63,7 +64,7 @@ class Judge:
         saved = 0.0
         if verdict.used:
             cold = adoption.manifest.provenance.get(WARMUP_SECONDS, "")
-            saved = max(0.0, float(cold) - evidence.seconds) if _is_number(cold) else 0.0
+            saved = max(0.0, _seconds(cold) - evidence.seconds)
         _log.info("kind=%s used=%s saved=%.1f s %s", kind.name, verdict.used, saved, printable(verdict.reason))
         self._status.send(Used(kind.name, verdict.used, saved, printable(verdict.reason)))
         await self._seeds.judged(adoption, site, verdict, saved)
@@ -76,9 +77,10 @@ class Judge:
         return dataclasses.replace(capture, provenance=provenance)
 
 
-def _is_number(text: str) -> bool:
+def _seconds(text: str) -> float:
+    """What a manifest says a warmup took; 0 for anything that is no finite number, which is only for people anyway."""
     try:
-        float(text)
+        value = float(text)
     except ValueError:
-        return False
-    return True
+        return 0.0
+    return value if math.isfinite(value) else 0.0

@@ -118,8 +118,8 @@ class Rank:
             sites = {kind.name: site if kind.name in BEFORE_LOAD else tables for kind in kinds}
             judge = Judge(seeds, sites, kinds, self._adoptions, self.status)
             server = WeightServer(exported, fingerprint, lock.address, on_report=judge.on_report)
-            await self._rehearse(server)
-            captures = await self._capture(seeds, kinds, sites, judge)
+            rehearsed = await self._rehearse(server)
+            captures = await self._capture(seeds, kinds, sites, judge) if rehearsed else []
             with phase("release") as report:
                 self._released = await run_blocking(self._release)
                 report.detail["released_bytes"] = self._released
@@ -127,7 +127,7 @@ class Rank:
                 await stack.enter_async_context(server.serving(lock=lock))
                 self.status.send(Serving(str(lock.address), time.monotonic()))
             publishing = asyncio.create_task(seeds.publish(captures, sites))
-            stack.push_async_callback(_finish, publishing, seeds)
+            stack.push_async_callback(_finish, publishing)
             await self._serve(server)
 
     # The steps -----------------------------------------------------------------------------------
@@ -162,8 +162,9 @@ class Rank:
         with self.status.phase(f"adopt-{kind.name}") as report:
             try:
                 adoption = await seeds.adopt(kind, site)
-            except (WarmseedError, OSError) as error:
-                _log.warning("kind=%s not adopted, made here instead: %s", kind.name, printable(error, limit=500))
+            except Exception as error:  # noqa: BLE001 - whatever it is, it costs the adoption and not the start
+                told = f"{type(error).__name__}: {printable(error, limit=500)}"
+                _log.warning("kind=%s not adopted, made here instead: %s", kind.name, told)
                 adoption = Adoption(kind.name, "none")
             self._adoptions[kind.name] = adoption
             report.outcome = {"none": "miss", "present": "present", "installed": "hit"}[adoption.outcome]
@@ -189,10 +190,14 @@ class Rank:
             report.detail["segments"] = len(exported.segments)
         return exported, self.engine.fingerprint(loaded.checkpoint)
 
-    async def _rehearse(self, server: WeightServer) -> None:
-        """Have the launcher run a throwaway engine over this node's weights, if any cache is incomplete."""
+    async def _rehearse(self, server: WeightServer) -> bool:
+        """Have the launcher run a throwaway engine over this node's weights, if any cache is incomplete.
+
+        Whether what is there now is worth publishing: an engine that broke off left half a cache, and who adopts
+        that has no rehearsal of its own.
+        """
         if self.spec.orders_fd is None:
-            return
+            return True
         missing = [name for name, adoption in self._adoptions.items() if not adoption.complete]
         folder = self._private_folder()
         address = SocketAddress.for_device(
@@ -214,6 +219,7 @@ class Rank:
             report.outcome = order.outcome
             if order.reason:
                 report.detail["reason"] = order.reason
+        return order.outcome not in ("failed", "timeout")
 
     def _private_folder(self) -> Path:
         """Where the rehearsing engine finds this node's ranks, and no other engine looks."""
@@ -262,13 +268,12 @@ class Rank:
             await asyncio.sleep(HEARTBEAT)
 
 
-async def _finish(publishing: asyncio.Task[None], seeds: Seeds) -> None:
+async def _finish(publishing: asyncio.Task[None]) -> None:
     """Give background writes a moment; what they do not finish is invisible, and made again by the next start."""
     done, _ = await asyncio.wait({publishing}, timeout=FLUSH)
     if not done:
         publishing.cancel()
         await asyncio.gather(publishing, return_exceptions=True)
-    await seeds.chain.flush(FLUSH)
 
 
 def _resident() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import time
@@ -13,7 +14,7 @@ from typing import Literal, ParamSpec, TypeVar
 from warmseed.blocking import run_blocking
 from warmseed.daemon.paths import state_folder
 from warmseed.daemon.spec import RankSpec
-from warmseed.errors import WarmseedError, printable
+from warmseed.errors import ConfigurationError, WarmseedError, printable
 from warmseed.seeding.adopt import Adopter, Adoption
 from warmseed.seeding.artifact import ArtifactKey, denial_key
 from warmseed.seeding.channel.client import SeedClient, new_instance
@@ -37,9 +38,10 @@ from warmseed.stores.chain import Chain
 from warmseed.stores.errors import StoreError
 from warmseed.stores.registry import open_stores
 
-__all__ = ["Seeds"]
+__all__ = ["Seeds", "fleet_keys"]
 
 _log = logging.getLogger(__name__)
+WRITE_SECONDS = 3600.0  # for the shared stores to take what this node made; nobody waits for it
 P = ParamSpec("P")
 T = TypeVar("T")
 Event = Literal["adopted", "used", "unused", "refused", "published", "quarantined", "local"]
@@ -54,17 +56,16 @@ class Seeds:
         *,
         trust: Trust,
         keys: Sequence[PublisherKey],
-        tokens: Sequence[Token],
+        client: SeedClient | None,
         spec: RankSpec,
         state: Path,
     ) -> None:
         self.chain = chain
         self.shelf = Shelf(chain)
-        self._trust, self._keys, self._tokens = trust, keys, tokens
+        self._trust, self._keys, self._client = trust, keys, client
         self._spec, self._state = spec, state
         self._probation = Probation(state)
         self._ledger = Ledger(state / "ledger.jsonl")
-        self._instance = new_instance()
 
     @classmethod
     @asynccontextmanager
@@ -79,7 +80,9 @@ class Seeds:
         file = None if config.seed_token_file is None else Path(config.seed_token_file)
         arguments = () if config.seed_token is None else (config.seed_token.reveal(),)
         tokens = await run_blocking(read_tokens, file=file, arguments=arguments, environ={})
-        keys, keyring = await run_blocking(_keys, spec, tokens, state)
+        keys, keyring = await run_blocking(
+            fleet_keys, tokens, state, signing=config.seed_signing_key, trusted=config.seed_trusted_keys
+        )
         shared = bool(tokens or config.seed_signing_key or config.seed_trusted_keys or config.allow_unsigned)
         stores = config.warmup_cache_stores if shared else ()
         chain = await open_stores(
@@ -87,11 +90,18 @@ class Seeds:
         )
         try:
             marks = await run_blocking(load_marks, state / "highest.json")
-            seeds = cls(chain, trust=Trust(keyring, marks=marks), keys=keys, tokens=tokens, spec=spec, state=state)
+            instance = new_instance()
+            client = None
+            if spec.seed_sources:
+                client = await run_blocking(SeedClient, tokens, instance=instance)
+            trust = Trust(keyring, marks=marks)
+            seeds = cls(chain, trust=trust, keys=keys, client=client, spec=spec, state=state)
             async with AsyncExitStack() as stack:
                 if spec.seed_listen is not None:
                     host, port = spec.seed_listen.host, spec.seed_listen.port
-                    server = SeedServer(seeds.shelf, tokens, host=host, port=port, instance=seeds._instance)
+                    server = await run_blocking(
+                        SeedServer, seeds.shelf, tokens, host=host, port=port, instance=instance
+                    )
                     await stack.enter_async_context(server.listening())
                 yield seeds
         finally:
@@ -100,7 +110,7 @@ class Seeds:
     async def adopt(self, kind: Kind, site: Site) -> Adoption:
         """Have `kind`'s cache in place, from the disk, the stores or a peer; or say why not."""
         environment = await run_blocking(kind.environment, site)
-        self.shelf.warming(kind.name, environment)
+        self.shelf.warming(_key(kind.name, site, environment), environment)
         adoption = await self._adopter(environment).adopt(kind, site)
         if adoption.manifest is not None:
             self.shelf.put(_key(kind.name, site, environment), adoption.envelope, adoption.manifest)
@@ -111,23 +121,23 @@ class Seeds:
         return adoption
 
     def _adopter(self, environment: Environment) -> Adopter:
+        config = self._spec.config
         return Adopter(
             self._origins(environment),
             trust=self._trust,
             probation=self._probation,
             state=self._state,
-            budget=self._spec.config.seed_budget + self._spec.config.seed_wait,
+            budget=config.seed_budget + (config.seed_wait if self._client is not None else 0.0),
         )
 
     def _origins(self, environment: Environment) -> list[Origin]:
         if not len(self._trust.keyring):
             return []
         origins: list[Origin] = [StoreOrigin(self.chain)]
-        if self._spec.seed_sources:
-            client = SeedClient(self._tokens, instance=self._instance)
+        if self._client is not None:
             peers = [Endpoint(source.host, source.port) for source in self._spec.seed_sources]
             patience = Patience(wait_seconds=self._spec.config.seed_wait)
-            origins.append(PeerOrigin(client, peers, patience, environment=environment))
+            origins.append(PeerOrigin(self._client, peers, patience, environment=environment))
         return origins
 
     async def hand_on(self, kind: Kind, site: Site) -> bool:
@@ -153,18 +163,25 @@ class Seeds:
     async def publish(self, captures: Sequence[tuple[Kind, Capture]], sites: Mapping[str, Site]) -> None:
         """Publish to the disk, then the stores. A failure costs the fleet a generation, never this node its start."""
         publisher = Publisher(self.chain, self._keys, publisher=socket.gethostname())
-        for kind, capture in captures:
-            site = sites[kind.name]
-            try:
-                published = await publisher.publish(capture, kind.name, site)
-            except (WarmseedError, OSError) as error:
-                _log.warning("kind=%s not published: %s", kind.name, printable(error, limit=500))
-            else:
-                key = _key(kind.name, site, capture.environment)
-                self.shelf.put(key, published.envelope, published.manifest)
-            finally:
-                await run_blocking(capture.payload.unlink, missing_ok=True)
-        self.shelf.settled()
+        try:
+            for kind, capture in captures:
+                key = _key(kind.name, sites[kind.name], capture.environment)
+                known = self._trust.mark(key)
+                try:
+                    published = await publisher.publish(
+                        capture, kind.name, sites[kind.name], known=known.generation if known else 0
+                    )
+                except (WarmseedError, OSError, ValueError) as error:
+                    _log.warning("kind=%s not published: %s", kind.name, printable(error, limit=500))
+                else:
+                    self.shelf.put(key, published.envelope, published.manifest)
+            self.shelf.settled()
+            # What the disk had no room for is read from the captured file until the last store has it.
+            await self.chain.flush(WRITE_SECONDS)
+        finally:
+            for _, capture in captures:
+                with contextlib.suppress(OSError):
+                    capture.payload.unlink(missing_ok=True)
 
     async def judged(self, adoption: Adoption, site: Site, verdict: Verdict, saved: float) -> None:
         """Remember whether an adopted artifact was used, and what it saved; an engine survived it either way."""
@@ -251,24 +268,34 @@ def _key(kind: str, site: Site, environment: Environment) -> ArtifactKey:
     )
 
 
-def _keys(spec: RankSpec, tokens: Sequence[Token], state: Path) -> tuple[list[PublisherKey], Keyring]:
+def fleet_keys(
+    tokens: Sequence[Token], state: Path, *, signing: str | None, trusted: Sequence[str]
+) -> tuple[list[PublisherKey], Keyring]:
     """Who signs here, and who is believed.
 
     One token is enough: a publisher key follows from it. Where trusted keys are listed, only those count. Without
     either, the node believes itself alone, so that its own next start finds what this one made.
     """
-    config = spec.config
     derived = [PublisherKey(f"token-{token.key_id}", token.derive(MANIFEST_LABEL)) for token in tokens]
-    if not derived and config.seed_signing_key is None and not config.seed_trusted_keys:
+    if not derived and signing is None and not trusted:
         derived = [_node_key(state / "node.key")]
-    signing = [] if config.seed_signing_key is None else [PublisherKey.load(Path(config.seed_signing_key))]
-    if not config.seed_trusted_keys:
-        keys = signing or derived
-        return keys, Keyring([key.public for key in (*derived, *signing)])
+    own = [] if signing is None else [PublisherKey.load(Path(signing))]
+    if not trusted:
+        keys = own or derived
+        return keys, Keyring([key.public for key in (*derived, *own)])
     lines: list[str] = []
-    for entry in config.seed_trusted_keys:
-        lines += Path(entry).read_text().splitlines() if ":" not in entry else [entry]
-    return signing, Keyring.parse(lines)
+    for entry in trusted:
+        lines += [entry] if ":" in entry else _key_lines(Path(entry))
+    return own, Keyring.parse(lines)
+
+
+def _key_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        raise ConfigurationError(f"--seed-trusted-keys {path} can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"--seed-trusted-keys {path} holds no lines of name:base64") from error
 
 
 def _node_key(path: Path) -> PublisherKey:

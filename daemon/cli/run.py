@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from warmseed.daemon.engines.torch import TorchEngine
-from warmseed.daemon.paths import default_cache_root
+from warmseed.daemon.paths import default_cache_root, prepare_cache_root
 from warmseed.daemon.weights.errors import WeightCacheError, WeightCacheUnavailable
-from warmseed.errors import ConfigurationError
+from warmseed.errors import ConfigurationError, printable
 
 if TYPE_CHECKING:
     import torch
@@ -58,9 +58,12 @@ def run(
     cache_root: Annotated[Path | None, typer.Option(help="Canonical root of this node's caches.")] = None,
     dtype: Annotated[str, typer.Option(help="Data type of the weights.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="torch device; the first GPU where there is one, else the CPU.")] = "",
+    shape_buckets: Annotated[
+        str, typer.Option(help="Sequence lengths to compile and pad to, as the daemon has them.", metavar="A,B")
+    ] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens in the longest answer.")] = 16,
     stdin: Annotated[bool, typer.Option(help="Then answer one prompt a line from standard input.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a answer instead of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object an answer instead of text.")] = False,
 ) -> None:
     """Map a daemon's weights, warm up every shape bucket, answer greedily and exit."""
     started = time.monotonic()
@@ -69,9 +72,11 @@ def run(
     if load_format not in ("ipc_cache", "disk"):
         raise ConfigurationError(f"--load-format {load_format}: choose ipc_cache or disk")
     loader = _loader_config(model_loader_extra_config, socket_path, socket_dir, fallback)
-    server = TorchEngine(model, dtype=dtype, device=device)
+    server = TorchEngine(model, dtype=dtype, device=device, buckets=_buckets(shape_buckets))
+    root = (cache_root or default_cache_root()).absolute()
+    prepare_cache_root(root)  # compiled code is loaded from there: nobody else may have put it there
     # Before torch is imported: its cache folders are read from the environment once.
-    os.environ.update(server.caches(cache_root or default_cache_root()).variables)
+    os.environ.update(server.caches(root).variables)
 
     phases = _Phases()
     with phases.timed("import"):
@@ -109,6 +114,13 @@ def run(
             answer(line.strip())
     if attachment is not None:
         attachment.close()
+
+
+def _buckets(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() and len(word) < 8 for word in words):
+        raise ConfigurationError(f"--shape-buckets {printable(text)}: numbers of tokens, such as 16,32,64")
+    return [int(word) for word in words]
 
 
 def _report(attachment: Attachment, evidence: Evidence) -> None:
