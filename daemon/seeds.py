@@ -38,7 +38,7 @@ from warmseed.stores.chain import Chain
 from warmseed.stores.errors import StoreError
 from warmseed.stores.registry import open_stores
 
-__all__ = ["Seeds"]
+__all__ = ["Seeds", "fleet_keys"]
 
 _log = logging.getLogger(__name__)
 WRITE_SECONDS = 3600.0  # for the shared stores to take what this node made; nobody waits for it
@@ -80,7 +80,9 @@ class Seeds:
         file = None if config.seed_token_file is None else Path(config.seed_token_file)
         arguments = () if config.seed_token is None else (config.seed_token.reveal(),)
         tokens = await run_blocking(read_tokens, file=file, arguments=arguments, environ={})
-        keys, keyring = await run_blocking(_keys, spec, tokens, state)
+        keys, keyring = await run_blocking(
+            fleet_keys, tokens, state, signing=config.seed_signing_key, trusted=config.seed_trusted_keys
+        )
         shared = bool(tokens or config.seed_signing_key or config.seed_trusted_keys or config.allow_unsigned)
         stores = config.warmup_cache_stores if shared else ()
         chain = await open_stores(
@@ -266,24 +268,25 @@ def _key(kind: str, site: Site, environment: Environment) -> ArtifactKey:
     )
 
 
-def _keys(spec: RankSpec, tokens: Sequence[Token], state: Path) -> tuple[list[PublisherKey], Keyring]:
+def fleet_keys(
+    tokens: Sequence[Token], state: Path, *, signing: str | None, trusted: Sequence[str]
+) -> tuple[list[PublisherKey], Keyring]:
     """Who signs here, and who is believed.
 
     One token is enough: a publisher key follows from it. Where trusted keys are listed, only those count. Without
     either, the node believes itself alone, so that its own next start finds what this one made.
     """
-    config = spec.config
     derived = [PublisherKey(f"token-{token.key_id}", token.derive(MANIFEST_LABEL)) for token in tokens]
-    if not derived and config.seed_signing_key is None and not config.seed_trusted_keys:
+    if not derived and signing is None and not trusted:
         derived = [_node_key(state / "node.key")]
-    signing = [] if config.seed_signing_key is None else [PublisherKey.load(Path(config.seed_signing_key))]
-    if not config.seed_trusted_keys:
-        keys = signing or derived
-        return keys, Keyring([key.public for key in (*derived, *signing)])
+    own = [] if signing is None else [PublisherKey.load(Path(signing))]
+    if not trusted:
+        keys = own or derived
+        return keys, Keyring([key.public for key in (*derived, *own)])
     lines: list[str] = []
-    for entry in config.seed_trusted_keys:
+    for entry in trusted:
         lines += [entry] if ":" in entry else _key_lines(Path(entry))
-    return signing, Keyring.parse(lines)
+    return own, Keyring.parse(lines)
 
 
 def _key_lines(path: Path) -> list[str]:

@@ -21,7 +21,7 @@ from warmseed.seeding.artifact import ArtifactKey, object_key
 from warmseed.seeding.bundle.index import read_index
 from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.errors import ArtifactRefused, CannotJudge
-from warmseed.seeding.kinds.base import Installation, Kind, Site
+from warmseed.seeding.kinds.base import Installation, Kind, Overrulable, Site
 from warmseed.seeding.manifest import Manifest
 from warmseed.seeding.origins import Origin, StoreOrigin
 from warmseed.seeding.probation import Probation
@@ -132,17 +132,21 @@ class Adopter:
         """Have `kind`'s cache in place at `site`, or say why it is not. Never raises for what it finds."""
         start = time.monotonic()
         search = _Search(kind, site, await self._expected(kind, site))
-        if await run_blocking(kind.present, site):
-            return Adoption(kind.name, "present", "disk", seconds=time.monotonic() - start)
+        present = await run_blocking(kind.present, site)
+        adoption = None
         try:
             async with asyncio.timeout(self._budget) as search.limit:
+                if present and not await self._overruled(search):
+                    return Adoption(kind.name, "present", "disk", seconds=time.monotonic() - start)
                 adoption = await self._search(search)
         except TimeoutError:
             search.refuse("", "budget", f"nothing was adopted within {self._budget:g} s; this node does the work")
-            adoption = None
         seconds = time.monotonic() - start
         if adoption is None:
-            return Adoption(kind.name, "none", seconds=seconds, refusals=tuple(search.refusals))
+            # What the fleet wanted instead was not to be had; what lies here is better than nothing, unless denied.
+            kept = present and await run_blocking(kind.present, site)
+            outcome: Literal["present", "none"] = "present" if kept else "none"
+            return Adoption(kind.name, outcome, seconds=seconds, refusals=tuple(search.refusals))
         origin, manifest, envelope, installation = adoption
         return Adoption(
             kind.name, "installed", origin, manifest, envelope, installation, seconds, tuple(search.refusals)
@@ -173,6 +177,37 @@ class Adopter:
     @property
     def _stores(self) -> list[StoreOrigin]:
         return [origin for origin in self._origins if isinstance(origin, StoreOrigin)]
+
+    async def overruled(self, kind: Kind, site: Site) -> bool:
+        """Whether the fleet wants something else here than what lies here; what it denied is set aside."""
+        try:
+            async with asyncio.timeout(self._budget):
+                return await self._overruled(_Search(kind, site, await self._expected(kind, site)))
+        except TimeoutError:
+            return False
+
+    async def _overruled(self, search: _Search) -> bool:
+        kind, key, now = search.kind, search.expected.key, int(self._clock())
+        if not isinstance(kind, Overrulable):
+            return False
+        held = await run_blocking(kind.held, search.site)
+        try:
+            for digest in held:
+                await self._learn_denials(digest, now)
+                if reason := self._trust.denied(digest, now=now):
+                    await run_blocking(kind.set_aside, search.site, f"payload {digest[:12]} is {reason}")
+                    search.refuse("disk", "denied", f"what lies here, {digest[:12]}, is {reason}; set aside")
+                    return True
+            for store in self._stores:
+                if (pin := await store.pin(key)) is None:
+                    continue
+                wanted = self._trust.pinned_payload(pin, key, now=now)
+                if wanted is not None and wanted not in held:
+                    search.refuse("disk", "pinned", f"the fleet is pinned to {wanted[:12]}, which is not here")
+                    return True
+        except (StoreError, OSError) as error:
+            _log.warning("kind=%s not checked against pins and denials: %s", kind.name, printable(error))
+        return False
 
     @asynccontextmanager
     async def candidates(self, kind: Kind, site: Site, *, most: int = 16) -> AsyncIterator[list[Candidate]]:
@@ -304,20 +339,33 @@ class Adopter:
 
     async def _believe(self, envelope: bytes, expected: Expected) -> Manifest:
         now = int(self._clock())
-        pin = None  # the fleet's decision, also on what a peer offers
-        for store in self._stores:
-            pin = pin or await store.pin(expected.key)
+        pin = await self._pin(expected.key)
         manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
         # The fleet may know something about this very payload that its manifest can't say.
-        for store in self._stores:
-            if (denial := await store.denial(manifest.sha256)) is not None:
-                try:
-                    self._trust.deny(denial, now=now)
-                except ArtifactRefused as error:  # nobody's, or one that has run out: it says nothing any more
-                    _log.info("origin=%s denial of %s ignored: %s", store.name, manifest.sha256[:12], error)
-                manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
+        if await self._learn_denials(manifest.sha256, now):
+            manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
         await run_blocking(self._probation.check, manifest.sha256)
         return manifest
+
+    async def _learn_denials(self, sha256: str, now: int) -> bool:
+        """Ask the stores for the fleet's denial of a payload; whether one was learnt."""
+        learnt = False
+        for store in self._stores:
+            if (denial := await store.denial(sha256)) is None:
+                continue
+            try:
+                self._trust.deny(denial, now=now)
+                learnt = True
+            except ArtifactRefused as error:  # a store writer without a key forbids nothing
+                _log.warning("store=%s a denial of %s is ignored: %s", store.name, sha256[:12], error)
+        return learnt
+
+    async def _pin(self, key: ArtifactKey) -> bytes | None:
+        """The fleet's pin. Peers hand out no pins, but theirs is not to be an artifact that the pin rules out."""
+        for store in self._stores:
+            if (pin := await store.pin(key)) is not None:
+                return pin
+        return None
 
     @asynccontextmanager
     async def _fetched(self, manifest: Manifest, origin: Origin) -> AsyncIterator[tuple[Path, bytes | None]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from warmseed.seeding.artifact import ArtifactKey, object_key
 from warmseed.seeding.catalog import Catalog
+from warmseed.seeding.environment import Environment
 from warmseed.seeding.keys import PublisherKey
 from warmseed.seeding.kinds.base import Capture, Site
 from warmseed.seeding.manifest import Index, Manifest, sign_manifest
@@ -71,6 +72,8 @@ class Publisher:
         # `capture.payload` may go as soon as this returns.
         for store_key in (capture.store_key, *capture.also):
             await self._chain.put(store_key, Body.file(capture.payload))
+        # What the configuration was made of lies at its own digest, so that `explain` can say what differs.
+        await self._chain.put(object_key(site.config_digest), Environment(site.config_factors).canonical)
         index = None
         if capture.index is not None:
             index = await self._put_index(capture.index)

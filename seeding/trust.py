@@ -129,6 +129,11 @@ class Trust:
         stated = self._valid_pin(pin, key, now)
         return None if stated is None else stated.generation
 
+    def pinned_payload(self, pin: bytes, key: ArtifactKey, *, now: int) -> str | None:
+        """The digest of the payload that the valid pin in the envelope `pin` names for `key`, or `None`."""
+        stated = self._valid_pin(pin, key, now)
+        return None if stated is None else stated.sha256
+
     def deny(self, envelope: bytes, *, now: int) -> Denial:
         """Learn a denial that the fleet published.
 

@@ -215,7 +215,9 @@ class CompileCacheKind:
         targets: dict[str, Target] = {}
         for name, placement in placements.items():
             for source, relative in placement.files.items():
-                localise = functools.partial(self.caches[name].localised, relative, root=placement.root)
+                localise = None
+                if self.caches[name].rewrites(relative):
+                    localise = functools.partial(self.caches[name].localised, relative, root=placement.root)
                 targets[source] = Target(f"{placement.folder}/{relative}", localise)
         return targets
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import secrets
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from warmseed.seeding.artifact import bundle_key
 from warmseed.seeding.bundle import tar
 from warmseed.seeding.bundle.frames import FrameWriter
 from warmseed.seeding.bundle.index import BundleIndex, CacheRecord, FileRecord, write_index
-from warmseed.seeding.bundle.walk import Snapshot, open_folder, read_file, take_snapshot, wait_until_quiet
+from warmseed.seeding.bundle.walk import Found, Snapshot, open_folder, read_file, take_snapshot, wait_until_quiet
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.kinds.base import Capture, Site
@@ -52,15 +51,14 @@ class _Bundle:
         self._needles = needles
         self._common = os.path.commonpath(list(needles)) if needles else b""  # one search for most files
         self._order = tar.Order()
-        self.files: list[FileRecord] = []
+        self._added: list[tuple[str, int, Found, bool, str]] = []
         self.left_out: dict[str, str] = {}
 
     def add(self, source: _Source, path: str, roots: Sequence[Path]) -> None:
         found = source.snapshot.files[path]
         name = f"{source.cache.name}/{path}"
-        shown = printable(name)
         if reason := source.cache.refuses(path, found.size):
-            self.left_out[shown] = reason
+            self.left_out[printable(name)] = reason
             return
         try:
             tar.check_name(name)
@@ -68,27 +66,37 @@ class _Bundle:
             raw = read_file(source.folder, path)
             data = source.cache.captured(path, raw, roots)
         except ValueError as error:
-            self.left_out[shown] = str(error)
+            self.left_out[printable(name)] = str(error)
             return
         except (ArtifactRefused, OSError) as error:
             if isinstance(error, FileNotFoundError) or getattr(error, "reason", "") == "busy":
-                raise ArtifactRefused("busy", f"{shown!r} went away while it was read") from error
-            self.left_out[shown] = printable(error)
+                raise ArtifactRefused("busy", f"{printable(name)!r} went away while it was read") from error
+            self.left_out[printable(name)] = printable(error)
             return
         if len(raw) != found.size:
-            raise ArtifactRefused("busy", f"{shown!r} changed while it was read")
+            raise ArtifactRefused("busy", f"{printable(name)!r} changed while it was read")
         executable = bool(found.mode & 0o100)
-        self._frames.add(tar.header(name, len(data), executable=executable), memoryview(data), tar.padding(len(data)))
-        self.files.append(
+        digest = self._frames.add(
+            tar.header(name, len(data), executable=executable), memoryview(data), tar.padding(len(data))
+        )
+        self._added.append((name, len(data), found, self._holds_a_root(data), digest))
+
+    def records(self) -> tuple[FileRecord, ...]:
+        """The index's entries, once the frames are finished."""
+        return tuple(
             FileRecord(
                 path=name,
-                size=len(data),
+                size=size,
                 mode=found.mode & 0o777,
                 mtime_ns=max(0, found.mtime_ns),
-                sha256=hashlib.sha256(data).hexdigest(),
-                bound=self._holds_a_root(data),
+                sha256=digest,
+                bound=bound,
             )
+            for name, size, found, bound, digest in self._added
         )
+
+    def __len__(self) -> int:
+        return len(self._added)
 
     def _holds_a_root(self, data: bytes) -> bool:
         if self._common and self._common not in data:
@@ -154,14 +162,14 @@ def _write(
             bundle = _Bundle(frames, needles)
             records: dict[str, CacheRecord] = {}
             for source in sources:
-                before = len(bundle.files)
+                before = len(bundle)
                 own = [source.path, Path(os.path.realpath(source.path))]
                 for path in sorted(source.snapshot.files, key=os.fsencode):
                     bundle.add(source, path, own)
                 bundle.left_out.update(
                     {printable(f"{source.cache.name}/{p}"): why for p, why in source.snapshot.refused.items()}
                 )
-                if len(bundle.files) > before:
+                if len(bundle) > before:
                     records[source.cache.name] = source.cache.record(site)
             digest = frames.finish(tar.trailer(frames.length))
         out.flush()
@@ -171,14 +179,14 @@ def _write(
             raise ArtifactRefused(
                 "busy", f"cache {source.cache.name} changed while it was read; captured at a later start"
             )
-    if not bundle.files:
+    if not len(bundle):
         return None
     index = BundleIndex(
         schema=1,
         sha256=digest,
         length=frames.length,
         caches=records,
-        files=tuple(bundle.files),
+        files=bundle.records(),
         chunks=tuple(frames.chunks),
     )
     payload = temporary.with_name(f"{digest}.tar.zst")
