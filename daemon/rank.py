@@ -177,6 +177,12 @@ class Rank:
                     f"{printable(r.origin, limit=40)}: {r.reason}" for r in adoption.refusals[-4:]
                 )
         self.status.refused(refusal.reason for refusal in adoption.refusals)
+        for refusal in adoption.refusals:
+            if adoption.outcome == "none" and refusal.reason in ("space", "disk"):
+                told = printable(refusal.message, limit=300)
+                _log.warning(
+                    "kind=%s starts uncached: %s; free some room or name another --cache-root", kind.name, told
+                )
 
     async def _weights(self, preparing: asyncio.Task[None]) -> tuple[Exported, Fingerprint]:
         with self.status.phase("import"):
