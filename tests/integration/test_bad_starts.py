@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from tests.support.fake_checkpoint import fake_checkpoint, safetensors
 from tests.support.real_nodes import COMMAND, PATIENCE, RealNode, new_token, refused
+
 from warmseed.daemon.weights.socket import DeviceLock, SocketAddress
 
 pytestmark = pytest.mark.timeout(600)

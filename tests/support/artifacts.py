@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.support.sites import ENVIRONMENT, make_site
 from warmseed.seeding.adopt import Adopter
@@ -26,6 +28,19 @@ from warmseed.stores.disk import DiskStore
 
 NOW = 1_800_000_000  # unix seconds; after the release, so that dates count
 KIND = "plain_table"
+FLEET = PublisherKey("fleet", bytes(range(32)))
+STRANGER = PublisherKey("stranger", bytes(range(1, 33)))
+TABLE = b"a table " * 100
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run a test that looks at files itself, and so blocks the loop where the code under test must not."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await main
+
+    asyncio.run(bounded())
 
 
 @dataclass

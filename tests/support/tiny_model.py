@@ -8,23 +8,6 @@ __all__ = ["BUCKET", "tiny_model"]
 
 BUCKET = "16"  # the one shape that tests compile, as `--shape-buckets` takes it
 _WORDS = "the capital of france is paris what who where a b c d ? . hello"
-    "the",
-    "capital",
-    "of",
-    "france",
-    "is",
-    "paris",
-    "what",
-    "who",
-    "where",
-    "a",
-    "b",
-    "c",
-    "d",
-    "?",
-    ".",
-    "hello",
-]
 
 
 def tiny_model(folder: Path, *, seed: int = 0, hidden: int = 64) -> Path:
