@@ -386,8 +386,7 @@ class Adopter:
             payload = await self._payload(origin, manifest, index, files)
             yield payload, index
         finally:
-            for file in files:
-                file.unlink(missing_ok=True)
+            await run_blocking(_remove, files)
 
     async def _payload(self, origin: Origin, manifest: Manifest, index: bytes | None, files: list[Path]) -> Path:
         """The stored object: put together from what this node has of earlier bundles, or fetched whole."""
@@ -423,3 +422,9 @@ def _prepare(staging: Path) -> None:
         with suppress(OSError):
             if file.lstat().st_mtime < oldest:
                 file.unlink()
+
+
+def _remove(files: Sequence[Path]) -> None:
+    for file in files:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)

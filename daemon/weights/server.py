@@ -60,6 +60,12 @@ class Lease:
     watched: bool = False  # the engine has said that it maps them
 
 
+class OnDetached(Protocol):
+    """Hears that an engine's lease has ended, however it ended."""
+
+    def __call__(self, lease: Lease, /) -> Awaitable[None]: ...
+
+
 class OnReport(Protocol):
     """Takes an engine's evidence; may be a coroutine function."""
 
@@ -86,6 +92,7 @@ class WeightServer:
         address: SocketAddress,
         *,
         on_report: OnReport | None = None,
+        on_detached: OnDetached | None = None,
         on_changed: Callable[[tuple[str, ...]], None] | None = None,
         limits: ServerLimits | None = None,
     ) -> None:
@@ -96,6 +103,7 @@ class WeightServer:
         self.released = asyncio.Event()  # set once the weights are freed, on an engine's request
         self.changed: tuple[str, ...] = ()  # tensors an engine has written to; nothing is served from then on
         self._on_report = on_report
+        self._on_detached = on_detached
         self._on_changed = on_changed
         self.device_uuid = _device(exported, address)
         self._state = frames.encode(exported.state(self.device_uuid))
@@ -302,6 +310,8 @@ class WeightServer:
 
     async def _lease_ended(self, lease: Lease) -> None:
         logger.info("weights lease ended pid=%d after=%.1fs", lease.pid, time.monotonic() - lease.since)
+        if self._on_detached is not None:
+            await self._on_detached(lease)
         if self.exported.released:
             return
         if self._release_when_free and not self.leases:
