@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,7 @@ from warmseed.seeding.manifest import Manifest
 from warmseed.seeding.origins import Origin, StoreOrigin
 from warmseed.seeding.probation import Probation
 from warmseed.seeding.trust import Expected, Trust
-from warmseed.seeding.trust_file import save_marks
+from warmseed.seeding.trust_file import save_mark
 from warmseed.stores.errors import StoreError
 
 __all__ = ["Adopter", "Adoption", "Candidate", "Refusal"]
@@ -34,6 +34,7 @@ __all__ = ["Adopter", "Adoption", "Candidate", "Refusal"]
 _log = logging.getLogger(__name__)
 
 INDEX_BYTES = 64 << 20  # bytes in the largest file index ever read
+ABANDONED = 6 * 3600.0  # seconds without a write after which a staging file is certainly nobody's
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,19 @@ class _Search:
     site: Site
     expected: Expected
     refusals: list[Refusal] = field(default_factory=list)
+    limit: asyncio.Timeout | None = None
+
+    @asynccontextmanager
+    async def unhurried(self) -> AsyncIterator[None]:
+        """The budget is for fetching: an installation that is given up half way would go on behind our back."""
+        until = self.limit.when() if self.limit is not None else None
+        if self.limit is not None:
+            self.limit.reschedule(None)
+        try:
+            yield
+        finally:
+            if self.limit is not None:
+                self.limit.reschedule(until)
 
     def refuse(self, origin: str, reason: str, message: str) -> None:
         _log.info("kind=%s origin=%s refused=%s %s", self.kind.name, origin, reason, printable(message))
@@ -121,7 +135,7 @@ class Adopter:
         present = await run_blocking(kind.present, site)
         adoption = None
         try:
-            async with asyncio.timeout(self._budget):
+            async with asyncio.timeout(self._budget) as search.limit:
                 if present and not await self._overruled(search):
                     return Adoption(kind.name, "present", "disk", seconds=time.monotonic() - start)
                 adoption = await self._search(search)
@@ -139,14 +153,25 @@ class Adopter:
         )
 
     async def known(self, kind: Kind, site: Site) -> tuple[Manifest, bytes] | None:
-        """The newest manifest of `kind` that this node believes, with its envelope; nothing is installed."""
-        expected = await self._expected(kind, site)
+        """The newest manifest of `kind` that this node believes, with its envelope; nothing is installed.
+
+        `None` also when it could not be found within the budget.
+        """
+        try:
+            async with asyncio.timeout(self._budget):
+                return await self._known(kind, await self._expected(kind, site))
+        except TimeoutError:
+            _log.warning("kind=%s no manifest was found within %g s", kind.name, self._budget)
+            return None
+
+    async def _known(self, kind: Kind, expected: Expected) -> tuple[Manifest, bytes] | None:
         for store in self._stores:
-            async for envelope in self._candidates(store, expected.key):
-                try:
-                    return await self._believe(store, envelope, expected), envelope
-                except ArtifactRefused as error:
-                    _log.info("kind=%s origin=%s refused=%s %s", kind.name, store.name, error.reason, error)
+            async with aclosing(self._candidates(store, expected.key)) as envelopes:
+                async for envelope in envelopes:
+                    try:
+                        return await self._believe(envelope, expected), envelope
+                    except ArtifactRefused as error:
+                        _log.info("kind=%s origin=%s refused=%s %s", kind.name, store.name, error.reason, error)
         return None
 
     @property
@@ -212,7 +237,7 @@ class Adopter:
         try:
             async for envelope in self._candidates(origin, search.expected.key):
                 try:
-                    manifest = await self._believe(origin, envelope, search.expected)
+                    manifest = await self._believe(envelope, search.expected)
                     name = (manifest.generation, manifest.sha256)
                     if name in found or len(found) >= most:
                         continue
@@ -235,15 +260,26 @@ class Adopter:
 
     async def _install(self, kind: Kind, site: Site, expected: Expected, candidate: Candidate) -> Installation:
         """What was believed, in place; remembered and on trial before, kept on disk after."""
-        manifest = candidate.manifest
+        manifest, rank = candidate.manifest, expected.key.rank_label
+        before = self._trust.mark(expected.key)
         if self._trust.remember(manifest, expected):
-            await run_blocking(save_marks, self._marks, self._trust.marks)
-        rank = expected.key.rank_label
+            await self._save_mark(expected.key)
         await run_blocking(self._probation.begin, manifest.kind, manifest.sha256, manifest.generation, rank)
-        installation = await run_blocking(kind.install, manifest, candidate.payload, candidate.index, site)
+        try:
+            installation = await run_blocking(kind.install, manifest, candidate.payload, candidate.index, site)
+        except (WarmseedError, OSError):
+            # Nothing has changed, so no engine will try it, and an older generation may still be what works here.
+            self._trust.restore(expected.key, before)
+            with suppress(WarmseedError, OSError):
+                await self._save_mark(expected.key)
+                await run_blocking(self._probation.withdraw, manifest.sha256, rank)
+            raise
         for store in self._stores:
             await store.keep(expected.key, manifest, candidate.envelope, candidate.payload, candidate.index)
         return installation
+
+    async def _save_mark(self, key: ArtifactKey) -> None:
+        await run_blocking(save_mark, self._marks, key.manifest_folder, self._trust.mark(key))
 
     async def _expected(self, kind: Kind, site: Site) -> Expected:
         environment = await run_blocking(kind.environment, site)
@@ -261,17 +297,18 @@ class Adopter:
     async def _search(self, search: _Search) -> tuple[str, Manifest, bytes, Installation] | None:
         for origin in self._origins:
             try:
-                async for envelope in self._candidates(origin, search.expected.key):
-                    found = await self._try(search, origin, envelope)
-                    if found is not None:
-                        return origin.name, found[0], envelope, found[1]
+                async with aclosing(self._candidates(origin, search.expected.key)) as envelopes:
+                    async for envelope in envelopes:
+                        found = await self._try(search, origin, envelope)
+                        if found is not None:
+                            return origin.name, found[0], envelope, found[1]
             except (StoreError, ChannelError) as error:
                 search.refuse(origin.name, "unavailable", str(error))
         return None
 
-    async def _candidates(self, origin: Origin, key: ArtifactKey) -> AsyncIterator[bytes]:
+    async def _candidates(self, origin: Origin, key: ArtifactKey) -> AsyncGenerator[bytes, None]:
         """Envelopes to judge: the pinned generation first, which may be older than the newest few."""
-        known = self._trust.marks.marks.get(key.manifest_folder)
+        known = self._trust.mark(key)
         if isinstance(origin, StoreOrigin) and (pin := await origin.pin(key)) is not None:
             generation = self._trust.pinned(pin, key, now=int(self._clock()))
             if generation is not None and (envelope := await origin.generation(key, generation)) is not None:
@@ -281,10 +318,11 @@ class Adopter:
 
     async def _try(self, search: _Search, origin: Origin, envelope: bytes) -> tuple[Manifest, Installation] | None:
         try:
-            manifest = await self._believe(origin, envelope, search.expected)
+            manifest = await self._believe(envelope, search.expected)
             async with self._fetched(manifest, origin) as (payload, index):
                 candidate = Candidate(origin.name, manifest, envelope, payload, index)
-                installation = await self._install(search.kind, search.site, search.expected, candidate)
+                async with search.unhurried():
+                    installation = await self._install(search.kind, search.site, search.expected, candidate)
         except CannotJudge as error:
             search.refuse(origin.name, "cannot-judge", str(error))
         except ArtifactRefused as error:
@@ -299,9 +337,9 @@ class Adopter:
             return manifest, installation
         return None
 
-    async def _believe(self, origin: Origin, envelope: bytes, expected: Expected) -> Manifest:
+    async def _believe(self, envelope: bytes, expected: Expected) -> Manifest:
         now = int(self._clock())
-        pin = await self._pin(origin, expected.key)
+        pin = await self._pin(expected.key)
         manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
         # The fleet may know something about this very payload that its manifest can't say.
         if await self._learn_denials(manifest.sha256, now):
@@ -322,15 +360,11 @@ class Adopter:
                 _log.warning("store=%s a denial of %s is ignored: %s", store.name, sha256[:12], error)
         return learnt
 
-    async def _pin(self, origin: Origin, key: ArtifactKey) -> bytes | None:
+    async def _pin(self, key: ArtifactKey) -> bytes | None:
         """The fleet's pin. Peers hand out no pins, but theirs is not to be an artifact that the pin rules out."""
         for store in self._stores:
-            try:
-                if (pin := await store.pin(key)) is not None:
-                    return pin
-            except StoreError:
-                if store is origin:
-                    raise
+            if (pin := await store.pin(key)) is not None:
+                return pin
         return None
 
     @asynccontextmanager
@@ -340,7 +374,7 @@ class Adopter:
         Raises:
             ArtifactRefused: when the bytes are not to be had, or are not the promised ones.
         """
-        await run_blocking(self._staging.mkdir, 0o700, parents=True, exist_ok=True)
+        await run_blocking(_prepare, self._staging)
         files: list[Path] = []
         try:
             index = None
@@ -352,8 +386,7 @@ class Adopter:
             payload = await self._payload(origin, manifest, index, files)
             yield payload, index
         finally:
-            for file in files:
-                file.unlink(missing_ok=True)
+            await run_blocking(_remove, files)
 
     async def _payload(self, origin: Origin, manifest: Manifest, index: bytes | None, files: list[Path]) -> Path:
         """The stored object: put together from what this node has of earlier bundles, or fetched whole."""
@@ -379,3 +412,19 @@ class Adopter:
                 files.append(path)
                 return path
         raise ArtifactRefused("missing", f"{store_key} is described but nowhere to be had")
+
+
+def _prepare(staging: Path) -> None:
+    """Make the staging folder, without what killed processes left in it."""
+    staging.mkdir(0o700, parents=True, exist_ok=True)
+    oldest = time.time() - ABANDONED
+    for file in staging.iterdir():
+        with suppress(OSError):
+            if file.lstat().st_mtime < oldest:
+                file.unlink()
+
+
+def _remove(files: Sequence[Path]) -> None:
+    for file in files:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)

@@ -7,19 +7,17 @@ so a killed engine leaves nothing behind.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from warmseed.daemon.weights.errors import MessageRefused
 from warmseed.daemon.weights.layout import SegmentRecord
-from warmseed.daemon.weights.runtime import GpuRuntime, load_runtime
+from warmseed.daemon.weights.runtime import HANDLE_BYTES, GpuRuntime, load_runtime
 from warmseed.daemon.weights.transport import CHECKED_BYTES
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["CudaTransport"]
-
-HANDLE_BYTES: Final = 64  # CUDA_IPC_HANDLE_SIZE, and HIP's
 
 
 class CudaTransport:

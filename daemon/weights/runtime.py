@@ -7,13 +7,14 @@ import ctypes
 import importlib
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from warmseed.daemon.weights.errors import UnsupportedPlatformForIPCError, WeightCacheError
+from warmseed.daemon.weights.errors import MessageRefused, UnsupportedPlatformForIPCError, WeightCacheError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GpuRuntime", "load_runtime"]
+__all__ = ["HANDLE_BYTES", "GpuRuntime", "handle_bytes", "load_runtime", "set_handle_bytes"]
 
+HANDLE_BYTES: Final = 64  # CUDA_IPC_HANDLE_SIZE, and HIP's
 _OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation, hipErrorOutOfMemory
 _LAZY_PEER_ACCESS: Final = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
 
@@ -41,6 +42,22 @@ def load_runtime() -> GpuRuntime:
     if torch.version.cuda is None:
         raise UnsupportedPlatformForIPCError("this torch is built without CUDA and ROCm: no GPU memory to share")
     return _Cuda()
+
+
+def handle_bytes(handle: Any) -> bytes:
+    """The bytes of a cuda-bindings IPC handle, read where it lies: version 13.5 has no name for them any more."""
+    return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+
+def set_handle_bytes(handle: Any, content: bytes) -> None:
+    """Make the handle the one that `content` describes.
+
+    Raises:
+        MessageRefused: `content` has another length than a handle.
+    """
+    if len(content) != HANDLE_BYTES:
+        raise MessageRefused(f"an IPC handle has {len(content)} bytes, not {HANDLE_BYTES}; nothing is mapped")
+    ctypes.memmove(handle.getPtr(), content, HANDLE_BYTES)
 
 
 class _Cuda:
@@ -76,13 +93,13 @@ class _Cuda:
         with torch.cuda.device(device):
             status, handle = self._cudart.cudaIpcGetMemHandle(pointer)
         self._check(status, f"exporting a segment of {device}")
-        return bytes(handle.reserved)
+        return handle_bytes(handle)
 
     def open_handle(self, handle: bytes, device: torch.device) -> int:
         import torch
 
         raw = self._cudart.cudaIpcMemHandle_t()
-        raw.reserved = handle
+        set_handle_bytes(raw, handle)
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # the context must exist before a handle can be opened in it
             status, pointer = self._cudart.cudaIpcOpenMemHandle(raw, _LAZY_PEER_ACCESS)
@@ -103,7 +120,7 @@ class _Cuda:
 
 
 class _HipHandle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_char * 64),)
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
 
 
 class _Hip:
