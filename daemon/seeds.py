@@ -23,11 +23,14 @@ from warmseed.seeding.channel.server import SeedServer
 from warmseed.seeding.channel.sources import Patience
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.keys import Keyring, PublisherKey
+from warmseed.seeding.kinds.autotune.group import adopt_in_group, note_published
+from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 from warmseed.seeding.kinds.base import Capture, Kind, Site, Verdict
 from warmseed.seeding.ledger import Entry, Ledger
 from warmseed.seeding.origins import Origin, PeerOrigin, StoreOrigin
 from warmseed.seeding.probation import Probation
 from warmseed.seeding.publish import Publisher
+from warmseed.seeding.rendezvous import Rendezvous
 from warmseed.seeding.shelf import Shelf
 from warmseed.seeding.statements import sign_denial
 from warmseed.seeding.token import MANIFEST_LABEL, Token, read_tokens
@@ -41,6 +44,8 @@ from warmseed.stores.registry import open_stores
 __all__ = ["Seeds", "fleet_keys"]
 
 _log = logging.getLogger(__name__)
+# For all ranks of a group to come to a round of their decision: they load their weights first, at unlike speed.
+GROUP_SECONDS = 600.0
 WRITE_SECONDS = 3600.0  # for the shared stores to take what this node made; nobody waits for it
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,12 +61,14 @@ class Seeds:
         *,
         trust: Trust,
         keys: Sequence[PublisherKey],
+        tokens: Sequence[Token],
         client: SeedClient | None,
         spec: RankSpec,
         state: Path,
     ) -> None:
         self.chain = chain
         self.shelf = Shelf(chain)
+        self.tokens = tuple(tokens)
         self._trust, self._keys, self._client = trust, keys, client
         self._spec, self._state = spec, state
         self._probation = Probation(state)
@@ -95,7 +102,7 @@ class Seeds:
             if spec.seed_sources:
                 client = await run_blocking(SeedClient, tokens, instance=instance)
             trust = Trust(keyring, marks=marks)
-            seeds = cls(chain, trust=trust, keys=keys, client=client, spec=spec, state=state)
+            seeds = cls(chain, trust=trust, keys=keys, tokens=tokens, client=client, spec=spec, state=state)
             async with AsyncExitStack() as stack:
                 if spec.seed_listen is not None:
                     host, port = spec.seed_listen.host, spec.seed_listen.port
@@ -118,6 +125,22 @@ class Seeds:
         elif adoption.outcome == "none":
             reasons = "; ".join(f"{refusal.origin}: {refusal.reason}" for refusal in adoption.refusals)
             await self._record(adoption, site, "local", reasons)
+        return adoption
+
+    async def adopt_together(self, kind: FlashInferAutotune, site: Site, group: Rendezvous) -> Adoption:
+        """The same for tables that several ranks tune together: all of them adopt one run, or none does.
+
+        Raises:
+            GangBroken: this rank can't know what the others did; it must not go on.
+        """
+        environment = await run_blocking(kind.environment, site)
+        key = _key(kind.name, site, environment)
+        self.shelf.warming(key, environment)
+        adopter = self._adopter(environment)
+        adoption = await adopt_in_group(adopter, kind, site, group, timeout=GROUP_SECONDS)
+        if adoption.manifest is not None:
+            self.shelf.put(key, adoption.envelope, adoption.manifest)
+        await self._record(adoption, site, "local" if adoption.outcome == "none" else "adopted", "")
         return adoption
 
     def _adopter(self, environment: Environment) -> Adopter:
@@ -160,17 +183,29 @@ class Seeds:
             _log.warning("kind=%s not captured, so not published: %s", kind.name, printable(error, limit=500))
             return None
 
-    async def publish(self, captures: Sequence[tuple[Kind, Capture]], sites: Mapping[str, Site]) -> None:
-        """Publish to the disk, then the stores. A failure costs the fleet a generation, never this node its start."""
+    async def publish(
+        self,
+        captures: Sequence[tuple[Kind, Capture]],
+        sites: Mapping[str, Site],
+        *,
+        runs: Mapping[str, str] | None = None,
+    ) -> None:
+        """Publish to the disk, then the stores. A failure costs the fleet a generation, never this node its start.
+
+        `runs` names, by kind, the run that this rank's group tuned together.
+        """
         publisher = Publisher(self.chain, self._keys, publisher=socket.gethostname())
         try:
             for kind, capture in captures:
                 key = _key(kind.name, sites[kind.name], capture.environment)
                 known = self._trust.mark(key)
+                run = (runs or {}).get(kind.name, "")
                 try:
                     published = await publisher.publish(
-                        capture, kind.name, sites[kind.name], known=known.generation if known else 0
+                        capture, kind.name, sites[kind.name], known=known.generation if known else 0, run=run
                     )
+                    if run:
+                        await note_published(sites[kind.name], run)
                 except (WarmseedError, OSError, ValueError) as error:
                     _log.warning("kind=%s not published: %s", kind.name, printable(error, limit=500))
                 else:
@@ -198,23 +233,37 @@ class Seeds:
             per_cache=dict(verdict.per_cache),
         )
 
-    async def failed(self, kind: Kind, adoption: Adoption, site: Site, reason: str) -> None:
-        """An engine died on an artifact on trial: take it back here, and tell the fleet not to try it."""
+    async def quarantine(self, kind: Kind, adoption: Adoption, site: Site, reason: str) -> None:
+        """Take an artifact on trial back here: the next engine finds what was there before, or does the work."""
         manifest, installation = adoption.manifest, adoption.installation
         if manifest is None or installation is None:
             return
         _log.error("kind=%s generation=%d quarantined: %s", kind.name, manifest.generation, printable(reason))
         self.shelf.take_down(manifest.sha256)
         await self._quietly(kind.retract, installation, site)
-        trial = await self._quietly(self._probation.fail, manifest.sha256, _label(site), reason)
+        await self._quietly(self._probation.fail, manifest.sha256, _label(site), reason)
         await self._record(adoption, site, "quarantined", reason)
-        if trial is None or not self._keys:
+
+    async def denounce(self, adoption: Adoption, site: Site, reason: str) -> None:
+        """Tell the fleet not to try a quarantined artifact: an engine has just warmed up without it."""
+        manifest = adoption.manifest
+        if manifest is None or not self._keys:
             return
+        trial = await self._quietly(self._probation.fail, manifest.sha256, _label(site), reason)
+        if trial is None:
+            return
+        _log.error("kind=%s generation=%d denied to the fleet: %s", adoption.kind, manifest.generation, reason)
         denial = sign_denial(self._probation.denial(trial, publisher=socket.gethostname()), self._keys)
         try:
             await self.chain.put(denial_key(manifest.sha256), denial)
         except StoreError as error:
-            _log.warning("kind=%s the fleet was not told of the quarantine: %s", kind.name, printable(error))
+            _log.warning("kind=%s the fleet was not told of the quarantine: %s", adoption.kind, printable(error))
+
+    async def forgive(self, adoption: Adoption) -> None:
+        """Engines die without the artifact as well: it is not what kills them."""
+        if adoption.manifest is not None:
+            _log.warning("kind=%s out of quarantine: an engine died without it, too", adoption.kind)
+            await self._quietly(self._probation.forgive, adoption.manifest.sha256)
 
     async def _record(
         self,

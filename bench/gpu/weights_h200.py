@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 MISSING = "skipped"
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 # What the processes have in common ---------------------------------------------------------------
@@ -106,6 +108,8 @@ def daemon(options: argparse.Namespace) -> None:
 
         map = inner.map
 
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     before = free_bytes(options.device)
     start = time.perf_counter()
     exported = export_model(model, device=device, transport=Watching())
@@ -160,12 +164,11 @@ def engine(options: argparse.Namespace) -> None:
     for line in sys.stdin:
         command = json.loads(line)
         if command.pop("fork", False):  # this process never touches the GPU, so its children may
-            if (pid := os.fork()) == 0:
+            if os.fork() == 0:
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlives the benchmark
                 _engine_command(command)
-                signal.pause()
-            say(pid=pid) if command["do"] == "nothing" else None
-            if command.pop("reap", False):
-                os.waitpid(pid, 0)
+                while True:
+                    signal.pause()
         elif command["do"] == "reap":
             while True:
                 try:
@@ -194,17 +197,17 @@ def _engine_command(command: dict[str, Any]) -> None:
                 torch.cuda.set_device(device)
                 torch.zeros(1, device=device)  # an engine has its context long before it loads
             before = free_bytes(device)
-            address = SocketAddress(Path(command["socket"]), device_uuid=command.get("uuid", ""))
+            address = SocketAddress(Path(command["socket"]))
+            start = time.perf_counter()
             try:
-                attachment = attach(
-                    address, fingerprint(), mode=command.get("mode", "zero_copy"), device=command.get("as", device)
-                )
+                attachment = attach(address, fingerprint(), mode=command.get("mode", "zero_copy"), device=device)
             except WeightCacheUnavailable as error:
                 return say(pid=os.getpid(), reason=error.reason, message=str(error)[:200])
+            wall = (time.perf_counter() - start) * 1e3
             _held[:] = [attachment]
             own = torch.cuda.memory_allocated(device) if device.startswith("cuda") else 0
             say(
-                pid=os.getpid(), ms=attachment.seconds * 1e3, extra=before - free_bytes(device), own=own,
+                pid=os.getpid(), ms=attachment.seconds * 1e3, wall_ms=wall, extra=before - free_bytes(device), own=own,
                 released=attachment.released.outcome if attachment.released else None,
                 sums=checksums(attachment.tensors) if command.get("sums") else None,
             )  # fmt: skip
@@ -329,16 +332,19 @@ def measure(options: argparse.Namespace, folder: Path, results: Results) -> None
         room = ready["largest_segment"] + (64 << 20)
         results.check("export needs one segment of extra room", ready["peak_extra"] <= room, ready["peak_extra"])
 
-        times = []
+        times, walls = [], []
         for _ in range(options.runs):
-            answer = _forked(zygote, attach)
+            answer = zygote.ask(attach)
             times.append(answer["ms"])
+            walls.append(answer["wall_ms"])
             os.kill(answer["pid"], signal.SIGKILL)
         results.figure("attach_ms_median", statistics.median(times))
         results.figure("attach_ms_worst", max(times))
-        results.check("attach under 15 ms", statistics.median(times) < 15, times)
+        results.figure("attach_with_imports_ms_median", statistics.median(walls))
+        if device != "cpu":  # the dry run shares its processors with whatever else runs there
+            results.check("attach under 15 ms", statistics.median(times) < 15, times)
         results.figure("engine_allocated_bytes", answer["own"])
-        checked = _forked(zygote, {**attach, "sums": True})
+        checked = zygote.ask({**attach, "sums": True})
         results.check("an engine sees every value", checked["sums"] == ready["sums"])
         os.kill(checked["pid"], signal.SIGKILL)
         kill_engines(options, serving, zygote, attach, results)
@@ -348,18 +354,14 @@ def measure(options: argparse.Namespace, folder: Path, results: Results) -> None
     meddle(options, socket, results)
 
 
-def _forked(zygote: Child, command: dict[str, Any]) -> dict[str, Any]:
-    return zygote.ask(command)
-
-
 def kill_engines(
     options: argparse.Namespace, serving: Child, zygote: Child, attach: dict[str, Any], results: Results
 ) -> None:
     """Many engines, each killed while it maps."""
     before = settled(serving)
     start = time.monotonic()
-    for _ in range(0, options.kills, options.parallel):
-        wave = min(options.parallel, options.kills)
+    for done in range(0, options.kills, options.parallel):
+        wave = min(options.parallel, options.kills - done)
         for _ in range(wave):
             zygote.send(attach)
         pids = [zygote.hear()["pid"] for _ in range(wave)]

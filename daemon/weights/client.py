@@ -147,8 +147,8 @@ def attach(
         WeightCacheUnavailable: for the reason in `reason`; load from disk, if the configuration allows it.
         UnsupportedPlatformForIPCError: whatever the configuration allows: it would never work here.
     """
-    start = time.monotonic()
     expected = _expected_uuid(address, device)
+    start = time.monotonic()
     line = _open(address, connect_timeout_s, 0.0 if fallback else state_timeout_s)
     deadline = deadline_in(state_timeout_s)
     try:

@@ -106,4 +106,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     flat = tensor.detach().reshape(-1)
     step = max(1, _PIECE // tensor.element_size())
     for start in range(0, flat.numel(), step):
-        yield flat[start : start + step].contiguous().view(torch.uint8)
+        piece = flat[start : start + step]
+        if piece.stride(0) != 1:  # a single element may have any stride and still counts as contiguous
+            piece = piece.clone(memory_format=torch.contiguous_format)
+        yield piece.view(torch.uint8)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -275,3 +277,53 @@ def test_nothing_gets_its_name_before_its_bytes_are_on_disk(tmp_path: Path) -> N
     )
     order = [entry for n, entry in enumerate(disk.log) if n == 0 or disk.log[n - 1] != entry]
     assert order == ["write", "sync tree", "commit", "sync trees", "switch", "sync cache", "switch", "sync cache"]
+
+
+def test_processes_that_install_one_bundle_at_once_leave_one_tree(jobs: Path, tmp_path: Path) -> None:
+    base = tmp_path / "target"
+    command = [sys.executable, "-P", "-m", "tests.support.install_once", str(jobs / "job2"), str(base)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
+    processes = [
+        subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(8)
+    ]
+    for process in processes:
+        _, said = process.communicate(timeout=100)
+        assert process.returncode == 0, said
+    assert assert_old_or_new(base) == {"new"}
+    assert len(list((base / "state" / "compiled" / "trees").iterdir())) == 1
+
+
+SHUTDOWN = 0x8004587D  # FS_IOC_SHUTDOWN, the same number on ext4 and xfs (linux/fs.h)
+LOG_FLUSHED, LOG_LOST = 1, 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [LOG_FLUSHED, LOG_LOST])
+def test_a_power_cut_after_the_switch_leaves_whole_files(tmp_path: Path, flags: int) -> None:
+    if os.geteuid() != 0:
+        pytest.fail("this test mounts a file system: run the suite as root")
+    image, mount = tmp_path / "image", tmp_path / "mount"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(900 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True, capture_output=True, timeout=60)
+    attach = ["mount", "-o", "loop,noauto_da_alloc", str(image), str(mount)]
+    subprocess.run(attach, check=True, timeout=60)
+    try:
+        for generation, files in ((1, OLD), (2, NEW)):
+            capture, source = captured(tmp_path / f"source{generation}", files)
+            kind().install(
+                make_manifest(capture, source, generation=generation), capture.payload, capture.index, make_site(mount)
+            )
+        handle = os.open(mount, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.ioctl(handle, SHUTDOWN, struct.pack("I", flags))
+        finally:
+            os.close(handle)
+        subprocess.run(["umount", str(mount)], check=True, timeout=60)
+        subprocess.run(attach, check=True, timeout=60)
+        assert assert_old_or_new(mount) == {"new"}  # the installation had returned, so it lasts
+        assert kind().present(make_site(mount))
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True, timeout=60)

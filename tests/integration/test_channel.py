@@ -35,6 +35,7 @@ from warmseed.seeding.channel.errors import (
 )
 from warmseed.seeding.channel.server import SeedServer
 from warmseed.seeding.channel.source import Described, Refused, Warming
+from warmseed.seeding.channel.streams import BulkReader
 from warmseed.seeding.environment import Environment
 from warmseed.stores.errors import StoreUnavailable
 
@@ -122,10 +123,13 @@ def test_an_object_of_another_length_than_the_manifest_says_is_refused_before_it
 def test_dialling_oneself_is_noticed() -> None:
     async def main() -> None:
         token, instance = a_token(), new_instance()
-        client = await a_client(token, instance=instance)
-        async with serving(a_source(), [token], instance=instance) as (_, peer):
+        client, source = await a_client(token, instance=instance), a_source()
+        async with serving(source, [token], instance=instance) as (_, peer):
             with pytest.raises(SelfDialled):
                 await client.describe(peer, a_request(client))
+            with pytest.raises(SelfDialled):
+                await fetched(client, peer, OBJECT_DIGEST, length=len(OBJECT))
+        assert source.requests == []
 
     run(main())
 
@@ -287,3 +291,19 @@ def test_what_the_block_around_a_listener_raises_comes_out_as_it_is() -> None:
 
     with pytest.raises(LookupError, match="from the block"):
         run(main())
+
+
+def test_a_bulk_reader_of_a_connection_that_is_gone_already_ends_at_once() -> None:
+    async def main() -> None:
+        async with serving(a_source(), [a_token()]) as (_, peer):
+            reader, writer = await asyncio.open_connection(peer.host, peer.port)
+            reader.feed_data(b"last words")
+            writer.transport.abort()
+            await asyncio.sleep(0)
+            bulk = BulkReader(reader, writer, size=4)
+            said = b""
+            while piece := await bulk.read():
+                said += piece
+            assert said == b"last words"
+
+    run(main(), seconds=5)

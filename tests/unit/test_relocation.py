@@ -319,3 +319,18 @@ def test_modules_that_flashinfer_builds_itself_show_that_the_provider_was_not_us
     verdict = kind.judge(installation, Evidence(seconds=1.0), target)
     assert not verdict.used
     assert "new files" in verdict.reason
+
+
+def test_modules_from_a_provider_package_are_part_of_the_nodes_next_generation(tmp_path: Path) -> None:
+    target, _ = flashinfer(tmp_path, same_root=False)
+    kind = kind_of(FlashInferCache())
+    again = kind.capture(target)
+    assert again is not None
+    assert again.index is not None
+    names = [file["path"] for file in json.loads(again.index)["files"]]
+    assert names == ["flashinfer/cached_ops/norm/norm.so"]
+    payload = Path(shutil.copy(again.payload, tmp_path / "payload2"))
+    manifest = make_manifest(again, target)
+    shutil.rmtree(tmp_path / "target")
+    kind.install(manifest, payload, again.index, target)  # same root, but nothing that ninja could be asked about
+    assert load_provider(target) == EXPECTED

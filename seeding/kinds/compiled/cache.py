@@ -69,6 +69,10 @@ class CompiledCache(ABC):
         place = {name: site.environment.get(name, UNKNOWN) for name in self.prefixes}
         return CacheRecord(root=str(site.roots[self.name]), environment={**self.environment(site), **place})
 
+    def elsewhere(self, site: Site) -> Sequence[tuple[Path, str]]:
+        """Further folders that hold files of this cache, and what stands before their paths in a bundle."""
+        return ()
+
     def skips(self, path: str) -> bool:
         """Whether the file or folder at `path` below the root is no part of the cache."""
         return _TEMPORARY.fullmatch(path, path.rfind("/") + 1) is not None

@@ -35,12 +35,17 @@ class Quiet:
 
 @dataclass(slots=True)
 class _Source:
-    """One cache root, opened once, so that all of a capture is of one folder."""
+    """One folder of a cache, opened once, so that all of a capture is of one folder."""
 
     cache: CompiledCache
     path: Path
     folder: int
+    prefix: str = ""  # what stands before the folder's paths in the bundle
     snapshot: Snapshot = field(default_factory=Snapshot)
+
+    def name(self, path: str) -> str:
+        """How the bundle calls the file at `path` below the folder."""
+        return f"{self.cache.name}/{self.prefix}{path}"
 
 
 class _Bundle:
@@ -56,7 +61,7 @@ class _Bundle:
 
     def add(self, source: _Source, path: str, roots: Sequence[Path]) -> None:
         found = source.snapshot.files[path]
-        name = f"{source.cache.name}/{path}"
+        name = source.name(path)
         if reason := source.cache.refuses(path, found.size):
             self.left_out[printable(name)] = reason
             return
@@ -134,8 +139,11 @@ def _open(caches: Sequence[CompiledCache], site: Site) -> list[_Source]:
     try:
         for cache in sorted(caches, key=lambda c: c.name.encode()):
             path = site.roots.get(cache.name)
-            if path is not None and path.is_dir():
-                sources.append(_Source(cache, path, open_folder(path)))
+            if path is None:
+                continue
+            for folder, prefix in ((path, ""), *cache.elsewhere(site)):
+                if folder.is_dir():
+                    sources.append(_Source(cache, folder, open_folder(folder), prefix))
     except BaseException:
         for source in sources:
             os.close(source.folder)
@@ -151,6 +159,15 @@ def _settle(sources: Sequence[_Source], quiet: Quiet) -> bool:
     return any(source.snapshot.files for source in sources)
 
 
+def _in_order(sources: Sequence[_Source]) -> list[tuple[_Source, str]]:
+    """Every file once, by the byte order of its name in the bundle; a cache's own root comes before other folders."""
+    files: dict[str, tuple[_Source, str]] = {}
+    for source in sources:
+        for path in source.snapshot.files:
+            files.setdefault(source.name(path), (source, path))
+    return [files[name] for name in sorted(files, key=os.fsencode)]
+
+
 def _write(
     sources: Sequence[_Source], site: Site, environment: Environment, temporary: Path, quiet: Quiet
 ) -> Capture | None:
@@ -161,16 +178,14 @@ def _write(
         with FrameWriter(out) as frames:
             bundle = _Bundle(frames, needles)
             records: dict[str, CacheRecord] = {}
-            for source in sources:
+            for source, path in _in_order(sources):
                 before = len(bundle)
-                own = [source.path, Path(os.path.realpath(source.path))]
-                for path in sorted(source.snapshot.files, key=os.fsencode):
-                    bundle.add(source, path, own)
-                bundle.left_out.update(
-                    {printable(f"{source.cache.name}/{p}"): why for p, why in source.snapshot.refused.items()}
-                )
-                if len(bundle) > before:
+                bundle.add(source, path, [source.path, Path(os.path.realpath(source.path))])
+                if len(bundle) > before and source.cache.name not in records:
                     records[source.cache.name] = source.cache.record(site)
+            for source in sources:
+                refused = source.snapshot.refused.items()
+                bundle.left_out.update({printable(source.name(path)): why for path, why in refused})
             digest = frames.finish(tar.trailer(frames.length))
         out.flush()
         os.fsync(out.fileno())

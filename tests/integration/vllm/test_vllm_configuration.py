@@ -71,7 +71,7 @@ def test_how_the_weights_are_loaded_does_not_change_the_hash(model: Path) -> Non
     ("flags", "field"),
     [
         (("--dtype", "float32", "--max-model-len", "512"), "dtype"),
-        ((*BASE, "--tensor-parallel-size", "2"), "tp_size"),
+        ((*BASE, "--tensor-parallel-size", "3"), "tp_size"),
         ((*BASE, "--hf-overrides", '{"rope_theta": 5000.0}'), "rope"),
         ((*BASE, "--revision", "other"), "revision"),
     ],

@@ -57,3 +57,10 @@ def test_what_is_missing_extra_or_of_another_make_is_named() -> None:
         "layers.0.weight": "stride",
         "head.weight": "tied",
     }
+
+
+def test_a_single_element_of_an_odd_stride_is_compared() -> None:
+    one, two = torch.nn.Module(), torch.nn.Module()
+    one.register_buffer("w", torch.ones(1, 1).as_strided((1, 1), (5, 0)))
+    two.register_buffer("w", torch.zeros(1, 1).as_strided((1, 1), (5, 0)))
+    assert [d.what for d in compare_models(one, two).differences] == ["values"]
