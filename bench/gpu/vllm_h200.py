@@ -313,7 +313,7 @@ class Play:
                 answer = a.ask(prompts=PROMPTS, **a.loader())
                 plain = self.node("A", self.canonical).ask(prompts=PROMPTS)
                 self.save(
-                    retrain_refused="fields=checkpoint" in refused or "checkpoint" in refused,
+                    retrain_refused="FingerprintMismatch" in refused and "checkpoint" in refused,
                     retrain_fell_back=answer.fell_back, retrain_tokens=answer.tokens,
                     retrain_plain_tokens=plain.tokens, fallback_extra_s=answer.init_s - plain.init_s,
                 )  # fmt: skip
@@ -425,7 +425,7 @@ def _refused(ask: Callable[[], Any]) -> str:
     try:
         ask()
     except NodeFailed as error:
-        return str(error)
+        return error.log
     return ""
 
 
