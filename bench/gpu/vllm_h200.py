@@ -53,8 +53,6 @@ REQUIREMENTS = (
         "typing-extensions",
         "annotated-doc",
     ),
-    "cuda-bindings",
-    "cuda-pathfinder",
 )
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (34, 31, 28, 27, 17, 12, 5)] + ["manylinux2014_x86_64", "linux_x86_64"]
 PACKAGES = ("daemon", "seeding", "stores", "configs")
