@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from warmseed.seeding.bundle.index import BundleIndex
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.manifest import Stored
 from warmseed.stores.base import ObjectInfo, ObjectReader
+from warmseed.stores.errors import StoreError
 
 __all__ = ["Delta", "RangedStore", "fetch_delta"]
 
@@ -30,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class RangedStore(Protocol):
-    """What is asked of a store or a chain of them."""
+    """What is asked of a store."""
 
     def open(self, key: str, *, limit: int, offset: int = 0) -> AbstractAsyncContextManager[ObjectReader | None]: ...
 
@@ -50,7 +51,7 @@ async def fetch_delta(
     index: BundleIndex,
     stored: Stored,
     *,
-    remote: RangedStore,
+    tiers: Sequence[RangedStore],
     local: RangedStore,
     state: Path,
     folder: Path,
@@ -58,8 +59,9 @@ async def fetch_delta(
 ) -> Delta | None:
     """The stored object of `index` as a new file in `folder`, mostly from bundles in `local`; `None` if not worth it.
 
-    `local` is the disk tier, `remote` wherever the object is; which earlier bundles there are is known from the
-    indexes in `state`. A transfer that is cut leaves its beginning in `folder`, and the next call goes on from
+    `local` is the disk tier, which must not have the object; `tiers` are the shared ones, asked in order (a chain
+    would bring the whole object to the disk). Which earlier bundles there are is known from the indexes in `state`.
+    A transfer that is cut leaves its beginning in `folder`, and the next call goes on from
     there. With `always` an object of which nothing is known is fetched too, so that it can be resumed.
 
     Raises:
@@ -68,17 +70,21 @@ async def fetch_delta(
         StoreError: when a store can't be read.
         OSError: when the disk fails.
     """
+    key = bundle_key(index.sha256)
+    if await local.stat(key) is not None:
+        return None
     bases, keys = await _bases(index, local, state)
     made = plan(index, bases)
     if made is None or made.total != stored.length:
         return None
     part = _Part(folder / f"part.{stored.sha256[:32]}")
+    worth = always or made.moved <= WORTH * made.total
+    if not worth and not await run_blocking(part.exists):
+        return None
     have = await run_blocking(part.open, made.total)
     try:
         left = made.after(have)
-        if not always and left.moved > WORTH * made.total:
-            return None
-        await _assemble(left, index, keys, part, remote=remote, local=local)
+        await _assemble(left, key, keys, part, tiers=tiers, local=local)
         path = folder / f"delta.{secrets.token_hex(8)}"
         await run_blocking(part.finish, stored.sha256, path)
     finally:
@@ -109,6 +115,11 @@ class _Part:
         self._path = path
         self._file: BinaryIO | None = None
         self._digest = hashlib.sha256()
+        self.position = 0  # bytes of the object that are there
+
+    def exists(self) -> bool:
+        """Whether an earlier call left a beginning."""
+        return self._path.exists()
 
     def open(self, total: int) -> int:
         """Take up the file; how many bytes of the object it holds."""
@@ -123,7 +134,8 @@ class _Part:
             os.ftruncate(handle, 0)
         while piece := self._file.read(PIECE):
             self._digest.update(piece)
-        return self._file.tell()
+        self.position = self._file.tell()
+        return self.position
 
     def write(self, data: bytes) -> None:
         """Append `data`."""
@@ -131,6 +143,7 @@ class _Part:
             raise ValueError("the part is closed")
         self._digest.update(data)
         self._file.write(data)
+        self.position += len(data)
 
     def finish(self, sha256: str, path: Path) -> None:
         """Give the complete object its place, if it is the right one; else it is gone."""
@@ -150,24 +163,43 @@ class _Part:
 
 
 async def _assemble(
-    left: Plan, index: BundleIndex, keys: Sequence[str], part: _Part, *, remote: RangedStore, local: RangedStore
+    left: Plan, key: str, keys: Sequence[str], part: _Part, *, tiers: Sequence[RangedStore], local: RangedStore
 ) -> None:
     for piece in left.pieces:
-        store = remote if piece.source == REMOTE else local
-        key = bundle_key(index.sha256) if piece.source == REMOTE else keys[piece.source]
-        async for data in _range(store, key, piece):
-            await run_blocking(part.write, data)
+        if piece.source == REMOTE:
+            await _from_tiers(tiers, key, piece, part)
+        else:
+            start = part.position
+            await _copy(local, keys[piece.source], piece, part)
+            if part.position - start != piece.length:
+                raise ArtifactRefused("missing", f"{keys[piece.source]} went away while pieces of it were read")
 
 
-async def _range(store: RangedStore, key: str, piece: Piece) -> AsyncIterator[bytes]:
-    """The bytes of `piece`, checked for length only."""
+async def _from_tiers(tiers: Sequence[RangedStore], key: str, piece: Piece, part: _Part) -> None:
+    """The piece from the first tier that has it; a tier that stops in the middle is followed by the next."""
+    start = part.position
+    failure: StoreError | None = None
+    for tier in tiers:
+        done = part.position - start
+        try:
+            await _copy(tier, key, Piece(REMOTE, piece.offset + done, piece.length - done), part)
+        except StoreError as error:
+            failure = error
+        if part.position - start == piece.length:
+            return
+    if failure is not None:
+        raise failure
+    raise ArtifactRefused("missing", f"no tier has all of {key}")
+
+
+async def _copy(store: RangedStore, key: str, piece: Piece, part: _Part) -> None:
+    """Append the bytes of `piece`, as many as `store` has."""
     left = piece.length
     async with store.open(key, limit=1 << 50, offset=piece.offset) as reader:
         if reader is None:
-            raise ArtifactRefused("missing", f"{key} went away while pieces of it were read")
+            return
         async for data in reader:
-            yield data[:left]
-            left -= len(data)
-            if left <= 0:
+            await run_blocking(part.write, data[:left])
+            left -= min(left, len(data))
+            if not left:
                 return
-    raise ArtifactRefused("length", f"{key} ends before the piece at {piece.offset}")

@@ -90,7 +90,7 @@ class StoreOrigin:
             return None
         try:
             delta = await fetch_delta(
-                index, stored, remote=self._chain, local=self._chain.disk, state=state, folder=folder
+                index, stored, tiers=self._chain.tiers, local=self._chain.disk, state=state, folder=folder
             )
         except (ArtifactRefused, StoreError) as error:
             _log.info("bundle=%s fetched whole: %s", index.sha256[:12], error)

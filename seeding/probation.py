@@ -92,6 +92,13 @@ class Probation:
             if known is None or known.state != "proven":
                 trials[key] = self._trial(kind, sha256, generation, rank, "trial", "")
 
+    def withdraw(self, sha256: str, rank: str) -> None:
+        """The payload was not installed after all: no engine will meet it, so there is nothing to wait for."""
+        with self._changing() as trials:
+            known = trials.get((sha256, rank))
+            if known is not None and known.state == "trial":
+                del trials[(sha256, rank)]
+
     def prove(self, sha256: str, rank: str) -> None:
         """An engine of `rank` warmed up on the payload."""
         self._move(sha256, rank, "proven", "an engine warmed up on it")

@@ -72,20 +72,20 @@ class Plan:
 def plan(new: BundleIndex, bases: Sequence[Base]) -> Plan | None:
     """How to make the stored object of `new` from `bases` and the store; `None` when its index can't say.
 
-    A frame counts as the same when its chunk's digest, its length and its stored length are.
+    A frame counts as the same when its chunk's id, its length and its stored length are.
     """
     where: dict[tuple[str, int, int], tuple[int, int]] = {}
     for number, base in enumerate(bases):
         for chunk in base.index.chunks:
             if chunk.offset + chunk.stored <= base.available:
-                where.setdefault((chunk.sha256, chunk.length, chunk.stored), (number, chunk.offset))
+                where.setdefault((chunk.id, chunk.length, chunk.stored), (number, chunk.offset))
     pieces: list[Piece] = []
     position = 0
     for chunk in new.chunks:
         if chunk.offset != position:
             return None  # not an object as our writer lays it out
         position += chunk.stored
-        source, offset = where.get((chunk.sha256, chunk.length, chunk.stored), (REMOTE, chunk.offset))
+        source, offset = where.get((chunk.id, chunk.length, chunk.stored), (REMOTE, chunk.offset))
         _append(pieces, Piece(source, offset, chunk.stored))
     joined = _join(pieces, GAP)
     gap = GAP

@@ -11,8 +11,9 @@ import hashlib
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,8 +37,9 @@ LARGEST = 256 << 10  # bytes in the longest chunk
 # Two bytes that end a chunk in a large file: in machine code and random bytes they come once in about 64 KiB.
 NEEDLE = b"\x9b\x17"
 
-_BATCH = 1 << 20  # bytes compressed by one task
-_AHEAD = 16  # batches in flight, so at most 16 MiB wait in memory
+_BATCH = 4 << 20  # bytes compressed by one task
+_AHEAD = 4  # batches in flight, so some 16 MiB wait in memory
+_THREADS = min(4, os.cpu_count() or 1)
 
 
 def large_cuts(data: memoryview) -> Iterator[int]:
@@ -51,21 +53,31 @@ def large_cuts(data: memoryview) -> Iterator[int]:
     yield size
 
 
-def _compress(pieces: list[bytes]) -> list[tuple[str, int, bytes]]:
+def _compress(pieces: Sequence[bytes]) -> list[bytes]:
+    """One frame a piece; on several cores and in one call, so that threads do not queue for the interpreter."""
     compressor = zstandard.ZstdCompressor(level=LEVEL)
-    return [(hashlib.sha256(piece).hexdigest(), len(piece), compressor.compress(piece)) for piece in pieces]
+    if "multi_compress_to_buffer" in zstandard.backend_features:
+        made = compressor.multi_compress_to_buffer(list(pieces), threads=_THREADS)
+        return [made[number].tobytes() for number in range(len(made))]
+    return [compressor.compress(piece) for piece in pieces]
 
 
 class FrameWriter:
-    """Writes a tar as frames, and remembers its digest and chunks. Use as a context manager."""
+    """Writes a tar as frames, and remembers its digest and chunks. Use as a context manager.
+
+    Compression and the digest of the whole run on other cores; what waits for them is bounded.
+    """
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
-        self._pool = ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1), thread_name_prefix="warmseed-pack")
-        self._pending: deque[Future[list[tuple[str, int, bytes]]]] = deque()
+        self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="warmseed-pack")
+        self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="warmseed-hash")  # one: order matters
+        self._pending: deque[_Pending] = deque()
         self._parts: list[bytes | memoryview] = []  # of the chunk being collected
+        self._id = hashlib.sha256()
         self._size = 0
         self._batch: list[bytes] = []
+        self._ids: list[str] = []
         self._batched = 0
         self._hash = hashlib.sha256()
         self._offset = 0
@@ -77,18 +89,20 @@ class FrameWriter:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._packer.shutdown(wait=True, cancel_futures=True)
+        self._hasher.shutdown(wait=True, cancel_futures=True)
 
-    def add(self, header: bytes, data: memoryview, padding: bytes) -> None:
-        """One file of the tar: its header, its bytes, its padding."""
+    def add(self, header: bytes, data: memoryview, padding: bytes) -> str:
+        """One file of the tar: its header, its bytes, its padding. The SHA-256 of its bytes."""
+        digest = hashlib.sha256(data)
         whole = len(header) + len(data) + len(padding)
         if self._size >= SMALL and (self._size + whole > TARGET or zlib.crc32(header) & 7 == 0):
             self._cut()
         self._append(header)
         if len(data) <= LARGE:
-            self._append(data)
+            self._append(data, name=digest.digest())
             self._append(padding)
-            return
+            return digest.hexdigest()
         start = 0
         for end in large_cuts(data):
             self._append(data[start:end])
@@ -96,6 +110,7 @@ class FrameWriter:
             if end == len(data):
                 self._append(padding)
             self._cut()
+        return digest.hexdigest()
 
     def finish(self, trailer: bytes) -> str:
         """Write the end; the SHA-256 of the whole uncompressed tar."""
@@ -104,6 +119,7 @@ class FrameWriter:
         self._submit()
         while self._pending:
             self._drain()
+        self._hasher.submit(lambda: None).result()  # everything before it is done then
         return self._hash.hexdigest()
 
     @property
@@ -111,8 +127,10 @@ class FrameWriter:
         """What a manifest says of the frames written."""
         return Stored(encoding="zstd", sha256=self._stored.hexdigest(), length=self._offset)
 
-    def _append(self, data: bytes | memoryview) -> None:
+    def _append(self, data: bytes | memoryview, *, name: bytes | None = None) -> None:
+        """Add `data` to the chunk; `name` stands for it in the chunk's id where it was hashed already."""
         if len(data):
+            self._id.update(data if name is None else name)
             self._parts.append(data)
             self._size += len(data)
             self.length += len(data)
@@ -120,27 +138,42 @@ class FrameWriter:
     def _cut(self) -> None:
         if not self._size:
             return
-        piece = b"".join(self._parts)
-        self._parts, self._size = [], 0
-        self._hash.update(piece)
-        self._batch.append(piece)
-        self._batched += len(piece)
+        self._batch.append(b"".join(self._parts))
+        self._ids.append(self._id.hexdigest())
+        self._batched += self._size
+        self._parts, self._size, self._id = [], 0, hashlib.sha256()
         if self._batched >= _BATCH:
             self._submit()
 
     def _submit(self) -> None:
         if self._batch:
-            self._pending.append(self._pool.submit(_compress, self._batch))
-            self._batch, self._batched = [], 0
+            frames = self._packer.submit(_compress, self._batch)
+            hashed = self._hasher.submit(self._hash.update, b"".join(self._batch))
+            self._pending.append(_Pending(self._ids, [len(piece) for piece in self._batch], frames, hashed))
+            self._batch, self._ids, self._batched = [], [], 0
         while len(self._pending) > _AHEAD:
             self._drain()
 
     def _drain(self) -> None:
-        for digest, length, frame in self._pending.popleft().result():
-            self._out.write(frame)
-            self._stored.update(frame)
-            self.chunks.append(Chunk(digest, length, self._offset, len(frame)))
+        done = self._pending.popleft()
+        frames = done.frames.result()
+        for name, length, frame in zip(done.ids, done.lengths, frames, strict=True):
+            self.chunks.append(Chunk(name, length, self._offset, len(frame)))
             self._offset += len(frame)
+        stored = b"".join(frames)
+        self._out.write(stored)
+        done.hashed.result()
+        self._hasher.submit(self._stored.update, stored)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A batch on its way through the other threads."""
+
+    ids: list[str]
+    lengths: list[int]
+    frames: Future[list[bytes]]
+    hashed: Future[None]
 
 
 def compressed(path: Path) -> bool:
@@ -159,16 +192,20 @@ def expand(source: BinaryIO, out: BinaryIO, *, length: int) -> str:
     """
     digest, total = hashlib.sha256(), 0
     decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW)
-    try:
-        with decompressor.stream_reader(source, read_across_frames=True, closefd=False) as reader:
-            while piece := reader.read(PIECE):
-                total += len(piece)
-                if total > length:
-                    raise ArtifactRefused("length", f"the bundle is longer than the {length} bytes of its manifest")
-                digest.update(piece)
-                out.write(piece)
-    except zstandard.ZstdError as error:
-        raise ArtifactRefused("malformed", f"the bundle's compression is broken: {error}") from error
+    waiting: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="warmseed-hash") as hasher:
+        try:
+            with decompressor.stream_reader(source, read_across_frames=True, closefd=False) as reader:
+                while piece := reader.read(PIECE):
+                    total += len(piece)
+                    if total > length:
+                        raise ArtifactRefused("length", f"the bundle is longer than the {length} bytes of its manifest")
+                    waiting.append(hasher.submit(digest.update, piece))
+                    out.write(piece)
+                    while len(waiting) > _AHEAD:
+                        waiting.popleft().result()
+        except zstandard.ZstdError as error:
+            raise ArtifactRefused("malformed", f"the bundle's compression is broken: {error}") from error
     if total != length:
         raise ArtifactRefused("length", f"the bundle has {total} bytes, its manifest says {length}")
     return digest.hexdigest()

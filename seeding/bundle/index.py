@@ -60,7 +60,7 @@ class CacheRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A piece of the tar that is one zstd frame of the stored object."""
 
-    sha256: Digest  # of the uncompressed piece
+    id: Digest  # equal ids mean equal bytes; SHA-256 over its headers, file digests and pieces of large files
     length: Annotated[int, msgspec.Meta(ge=1, le=1 << 22)]  # bytes of the tar
     offset: Size  # of the frame in the object as its publisher stored it
     stored: Annotated[int, msgspec.Meta(ge=1, le=1 << 23)]  # bytes of the frame

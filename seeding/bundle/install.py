@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,34 +112,52 @@ def write_tree(
         ArtifactRefused: ``malformed``, ``digest`` or ``relocation``; `staged` is then to be thrown away.
         OSError: when the disk fails.
     """
+    listed = _listed(data, index)
     installed: dict[str, str] = {}
-    expected = iter(index.files)
-    with _Folders(staged, disk) as folders:
-        for member in tar.members(data):
-            record = next(expected, None)
-            if record is None or not _same(member, record):
-                raise ArtifactRefused(
-                    "malformed", f"{printable(member.name)!r} is not what the file index says stands there"
-                )
-            body = data[member.offset : member.offset + member.size]
-            digest = hashlib.sha256(body).hexdigest()
-            if digest != record.sha256:
-                raise ArtifactRefused(
-                    "digest", f"{printable(member.name)!r} has another SHA-256 than the file index says"
-                )
-            target = targets.get(member.name)
-            if target is None:
-                continue
-            if target.localise is not None:
-                made = target.localise(bytes(body))
-                if made != body:
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="warmseed-hash") as hasher:
+        checked = hasher.submit(check_files, data, listed)  # on another core, while the files are written
+        with _Folders(staged, disk) as folders:
+            for member, record in listed:
+                if (target := targets.get(member.name)) is None:
+                    continue
+                body, digest = data[member.offset : member.offset + member.size], record.sha256
+                if target.localise is not None:
+                    made = target.localise(bytes(body))
                     body, digest = memoryview(made), hashlib.sha256(made).hexdigest()
-            folder, _, name = target.path.rpartition("/")
-            disk.write_file(name, folders.open(folder), body, mode=owned_mode(record.mode), mtime_ns=record.mtime_ns)
-            installed[target.path] = digest
+                folder, _, name = target.path.rpartition("/")
+                disk.write_file(
+                    name, folders.open(folder), body, mode=owned_mode(record.mode), mtime_ns=record.mtime_ns
+                )
+                installed[target.path] = digest
+        checked.result()
+    return installed
+
+
+def _listed(data: memoryview, index: BundleIndex) -> list[tuple[tar.Member, FileRecord]]:
+    """The members of the tar with their records, which must agree in everything but the digest."""
+    listed = []
+    expected = iter(index.files)
+    for member in tar.members(data):
+        record = next(expected, None)
+        if record is None or not _same(member, record):
+            raise ArtifactRefused(
+                "malformed", f"{printable(member.name)!r} is not what the file index says stands there"
+            )
+        listed.append((member, record))
     if next(expected, None) is not None:
         raise ArtifactRefused("malformed", "the file index lists files that the bundle does not hold")
-    return installed
+    return listed
+
+
+def check_files(data: memoryview, listed: Sequence[tuple[tar.Member, FileRecord]]) -> None:
+    """See that every file has the digest that the index gives it.
+
+    Raises:
+        ArtifactRefused: ``digest``.
+    """
+    for member, record in listed:
+        if hashlib.sha256(data[member.offset : member.offset + member.size]).hexdigest() != record.sha256:
+            raise ArtifactRefused("digest", f"{printable(member.name)!r} has another SHA-256 than the file index says")
 
 
 def _same(member: tar.Member, record: FileRecord) -> bool:

@@ -155,7 +155,7 @@ class Trees:
     def point(self, root: Path, folder: str) -> str:
         """Make `root` lead to `folder`, in one step; where what stood there before is now, "" for nothing.
 
-        With `folder` "" the root is removed, and an engine makes its own.
+        With `folder` "" the root is removed, and an engine makes its own. `settle` makes the change last.
 
         Raises:
             OSError: when the disk fails; the root then leads where it led.
@@ -172,8 +172,15 @@ class Trees:
             os.rename(folder, root)
         else:
             old = self._link(root, folder, old)
-        self._sync(root.parent)
         return old
+
+    def settle(self, root: Path) -> None:
+        """Put on disk where `root` leads.
+
+        Raises:
+            OSError: when the disk fails; where the root leads after a crash is then unknown, old or new.
+        """
+        self._sync(root.parent)
 
     def quarantine(self, tree: Tree) -> Path:
         """Move a tree out of use, keeping it for whoever wants to know why."""
@@ -220,7 +227,11 @@ class Trees:
                 aside = self._put_aside(root)  # two steps where the file system can't swap
                 self.disk.rename(str(temporary), str(root))
                 return aside
-            return self._put_aside(temporary)
+            try:
+                return self._put_aside(temporary)
+            except OSError:
+                self.disk.exchange(str(temporary), str(root))
+                raise
         except BaseException:
             if temporary.is_symlink():
                 temporary.unlink()

@@ -277,12 +277,9 @@ def test_names_that_a_file_system_could_confuse_are_refused(files: list[str]) ->
 
 def test_too_many_members_are_refused_at_the_first_one_too_many() -> None:
     body = b"".join(tar.header(f"inductor/{number:07d}", 0, executable=False) for number in range(tar.MEMBERS + 2))
-    seen = 0
     start = time.monotonic()
-    with pytest.raises(ArtifactRefused, match="more than"):
-        for _ in tar.members(memoryview(body)):
-            seen += 1
-    assert seen == tar.MEMBERS
+    with pytest.raises(ArtifactRefused, match=f"more than {tar.MEMBERS}"):
+        list(tar.members(memoryview(body)))
     assert time.monotonic() - start < 20
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import random
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from warmseed.seeding.kinds.compiled.switching import carry_over, common_tree, p
 from warmseed.seeding.manifest import Manifest
 
 __all__ = ["CompileCacheKind"]
+
+SAMPLE = 16  # files re-hashed at every start, against rot and against engines that write in place
 
 
 class CompileCacheKind:
@@ -99,7 +102,7 @@ class CompileCacheKind:
             root = site.roots.get(name)
             tree = trees.at(root) if root is not None else None
             if tree is not None and _is_ours(tree, site, self.environment(site)):
-                return _whole(tree, site)
+                return _whole(tree, site, sample=SAMPLE)
         return False
 
     def judge(self, installation: Installation, evidence: Evidence, site: Site) -> Verdict:
@@ -215,7 +218,9 @@ class CompileCacheKind:
         targets: dict[str, Target] = {}
         for name, placement in placements.items():
             for source, relative in placement.files.items():
-                localise = functools.partial(self.caches[name].localised, relative, root=placement.root)
+                localise = None
+                if self.caches[name].rewrites(relative):
+                    localise = functools.partial(self.caches[name].localised, relative, root=placement.root)
                 targets[source] = Target(f"{placement.folder}/{relative}", localise)
         return targets
 
@@ -280,9 +285,13 @@ def _is_ours(tree: Tree, site: Site, environment: Environment) -> bool:
     )
 
 
-def _whole(tree: Tree, site: Site) -> bool:
-    """Whether every file of the rank is still there; a new digest shows when it is used or judged."""
-    return all(os.path.lexists(tree.path / path) for path in tree.record.ranks[_label(site)].files)
+def _whole(tree: Tree, site: Site, *, sample: int) -> bool:
+    """Whether every file of the rank is still there, and `sample` of them have the bytes that were installed."""
+    files = tree.record.ranks[_label(site)].files
+    if not all(os.path.lexists(tree.path / path) for path in files):
+        return False
+    picked = random.sample(sorted(files), min(sample, len(files)))
+    return not changed_files(tree.path, {path: files[path] for path in picked})
 
 
 def _reusable(tree: Tree, manifest: Manifest, site: Site) -> Installation | None:

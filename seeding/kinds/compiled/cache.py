@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
+import re
 from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from warmseed.seeding.kinds.base import Site
 __all__ = ["CacheUse", "CompiledCache", "Placement", "everything"]
 
 # Left behind by every writer that locks or renames; loading one means waiting for a process that is gone.
-_TEMPORARY = ("*.lock", "*.tmp", "tmp.*", ".tmp*", "*.temp", "*.partial", "locks", "__pycache__", ".nfs*", "*~")
+_TEMPORARY = re.compile(r".*\.(?:lock|tmp|temp|partial)|.*~|tmp\..*|\.tmp.*|\.nfs.*|locks|__pycache__", re.DOTALL)
 # Empty files of these types are what a crash leaves behind, and some loaders check existence only.
 _NEVER_EMPTY = (".so", ".cubin", ".o", ".json", ".ptx", ".py", ".cpp", ".cu")
 
@@ -69,10 +69,13 @@ class CompiledCache(ABC):
         place = {name: site.environment.get(name, UNKNOWN) for name in self.prefixes}
         return CacheRecord(root=str(site.roots[self.name]), environment={**self.environment(site), **place})
 
+    def elsewhere(self, site: Site) -> Sequence[tuple[Path, str]]:
+        """Further folders that hold files of this cache, and what stands before their paths in a bundle."""
+        return ()
+
     def skips(self, path: str) -> bool:
         """Whether the file or folder at `path` below the root is no part of the cache."""
-        name = path.rpartition("/")[2]
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in _TEMPORARY)
+        return _TEMPORARY.fullmatch(path, path.rfind("/") + 1) is not None
 
     def refuses(self, path: str, size: int) -> str | None:
         """Why the file at `path` is not captured, or `None`."""
@@ -87,6 +90,10 @@ class CompiledCache(ABC):
             ValueError: when the file must not travel; the message says why.
         """
         return data
+
+    def rewrites(self, path: str) -> bool:
+        """Whether `localised` may change the file at `path`."""
+        return False
 
     def localised(self, path: str, data: bytes, root: Path) -> bytes:
         """What is written at ``root / path`` for a bundle's `data`.

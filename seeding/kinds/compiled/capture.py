@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import secrets
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from warmseed.seeding.artifact import bundle_key
 from warmseed.seeding.bundle import tar
 from warmseed.seeding.bundle.frames import FrameWriter
 from warmseed.seeding.bundle.index import BundleIndex, CacheRecord, FileRecord, write_index
-from warmseed.seeding.bundle.walk import Snapshot, open_folder, read_file, take_snapshot, wait_until_quiet
+from warmseed.seeding.bundle.walk import Found, Snapshot, open_folder, read_file, take_snapshot, wait_until_quiet
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.kinds.base import Capture, Site
@@ -36,12 +35,17 @@ class Quiet:
 
 @dataclass(slots=True)
 class _Source:
-    """One cache root, opened once, so that all of a capture is of one folder."""
+    """One folder of a cache, opened once, so that all of a capture is of one folder."""
 
     cache: CompiledCache
     path: Path
     folder: int
+    prefix: str = ""  # what stands before the folder's paths in the bundle
     snapshot: Snapshot = field(default_factory=Snapshot)
+
+    def name(self, path: str) -> str:
+        """How the bundle calls the file at `path` below the folder."""
+        return f"{self.cache.name}/{self.prefix}{path}"
 
 
 class _Bundle:
@@ -52,15 +56,14 @@ class _Bundle:
         self._needles = needles
         self._common = os.path.commonpath(list(needles)) if needles else b""  # one search for most files
         self._order = tar.Order()
-        self.files: list[FileRecord] = []
+        self._added: list[tuple[str, int, Found, bool, str]] = []
         self.left_out: dict[str, str] = {}
 
     def add(self, source: _Source, path: str, roots: Sequence[Path]) -> None:
         found = source.snapshot.files[path]
-        name = f"{source.cache.name}/{path}"
-        shown = printable(name)
+        name = source.name(path)
         if reason := source.cache.refuses(path, found.size):
-            self.left_out[shown] = reason
+            self.left_out[printable(name)] = reason
             return
         try:
             tar.check_name(name)
@@ -68,27 +71,37 @@ class _Bundle:
             raw = read_file(source.folder, path)
             data = source.cache.captured(path, raw, roots)
         except ValueError as error:
-            self.left_out[shown] = str(error)
+            self.left_out[printable(name)] = str(error)
             return
         except (ArtifactRefused, OSError) as error:
             if isinstance(error, FileNotFoundError) or getattr(error, "reason", "") == "busy":
-                raise ArtifactRefused("busy", f"{shown!r} went away while it was read") from error
-            self.left_out[shown] = printable(error)
+                raise ArtifactRefused("busy", f"{printable(name)!r} went away while it was read") from error
+            self.left_out[printable(name)] = printable(error)
             return
         if len(raw) != found.size:
-            raise ArtifactRefused("busy", f"{shown!r} changed while it was read")
+            raise ArtifactRefused("busy", f"{printable(name)!r} changed while it was read")
         executable = bool(found.mode & 0o100)
-        self._frames.add(tar.header(name, len(data), executable=executable), memoryview(data), tar.padding(len(data)))
-        self.files.append(
+        digest = self._frames.add(
+            tar.header(name, len(data), executable=executable), memoryview(data), tar.padding(len(data))
+        )
+        self._added.append((name, len(data), found, self._holds_a_root(data), digest))
+
+    def records(self) -> tuple[FileRecord, ...]:
+        """The index's entries, once the frames are finished."""
+        return tuple(
             FileRecord(
                 path=name,
-                size=len(data),
+                size=size,
                 mode=found.mode & 0o777,
                 mtime_ns=max(0, found.mtime_ns),
-                sha256=hashlib.sha256(data).hexdigest(),
-                bound=self._holds_a_root(data),
+                sha256=digest,
+                bound=bound,
             )
+            for name, size, found, bound, digest in self._added
         )
+
+    def __len__(self) -> int:
+        return len(self._added)
 
     def _holds_a_root(self, data: bytes) -> bool:
         if self._common and self._common not in data:
@@ -126,8 +139,11 @@ def _open(caches: Sequence[CompiledCache], site: Site) -> list[_Source]:
     try:
         for cache in sorted(caches, key=lambda c: c.name.encode()):
             path = site.roots.get(cache.name)
-            if path is not None and path.is_dir():
-                sources.append(_Source(cache, path, open_folder(path)))
+            if path is None:
+                continue
+            for folder, prefix in ((path, ""), *cache.elsewhere(site)):
+                if folder.is_dir():
+                    sources.append(_Source(cache, folder, open_folder(folder), prefix))
     except BaseException:
         for source in sources:
             os.close(source.folder)
@@ -143,6 +159,15 @@ def _settle(sources: Sequence[_Source], quiet: Quiet) -> bool:
     return any(source.snapshot.files for source in sources)
 
 
+def _in_order(sources: Sequence[_Source]) -> list[tuple[_Source, str]]:
+    """Every file once, by the byte order of its name in the bundle; a cache's own root comes before other folders."""
+    files: dict[str, tuple[_Source, str]] = {}
+    for source in sources:
+        for path in source.snapshot.files:
+            files.setdefault(source.name(path), (source, path))
+    return [files[name] for name in sorted(files, key=os.fsencode)]
+
+
 def _write(
     sources: Sequence[_Source], site: Site, environment: Environment, temporary: Path, quiet: Quiet
 ) -> Capture | None:
@@ -153,16 +178,14 @@ def _write(
         with FrameWriter(out) as frames:
             bundle = _Bundle(frames, needles)
             records: dict[str, CacheRecord] = {}
-            for source in sources:
-                before = len(bundle.files)
-                own = [source.path, Path(os.path.realpath(source.path))]
-                for path in sorted(source.snapshot.files, key=os.fsencode):
-                    bundle.add(source, path, own)
-                bundle.left_out.update(
-                    {printable(f"{source.cache.name}/{p}"): why for p, why in source.snapshot.refused.items()}
-                )
-                if len(bundle.files) > before:
+            for source, path in _in_order(sources):
+                before = len(bundle)
+                bundle.add(source, path, [source.path, Path(os.path.realpath(source.path))])
+                if len(bundle) > before and source.cache.name not in records:
                     records[source.cache.name] = source.cache.record(site)
+            for source in sources:
+                refused = source.snapshot.refused.items()
+                bundle.left_out.update({printable(source.name(path)): why for path, why in refused})
             digest = frames.finish(tar.trailer(frames.length))
         out.flush()
         os.fsync(out.fileno())
@@ -171,14 +194,14 @@ def _write(
             raise ArtifactRefused(
                 "busy", f"cache {source.cache.name} changed while it was read; captured at a later start"
             )
-    if not bundle.files:
+    if not len(bundle):
         return None
     index = BundleIndex(
         schema=1,
         sha256=digest,
         length=frames.length,
         caches=records,
-        files=tuple(bundle.files),
+        files=bundle.records(),
         chunks=tuple(frames.chunks),
     )
     payload = temporary.with_name(f"{digest}.tar.zst")

@@ -52,6 +52,10 @@ class FlashInferCache(CompiledCache):
     def folders(self) -> tuple[str, ...]:
         return (self.name, PROVIDER)
 
+    def elsewhere(self, site: Site) -> Sequence[tuple[Path, str]]:
+        # Modules that came through a provider package must not get lost in this node's next generation.
+        return ((provider_root(site) / "flashinfer_jit_cache" / "jit_cache", "cached_ops/"),)
+
     def skips(self, path: str) -> bool:
         # Cubins verify themselves and are fetched by FlashInfer; `tmp` holds lock files only.
         return super().skips(path) or path.rpartition("/")[2] in ("cubins", "tmp")
@@ -77,10 +81,9 @@ class FlashInferCache(CompiledCache):
         modules: dict[str, str] = {}
         taken: dict[str, str] = {}
         for file in files:
-            parts = file.relative.split("/")
-            if len(parts) < 3 or parts[-3] != "cached_ops" or parts[-1] != f"{parts[-2]}.so":
+            if not _is_module(file.relative):
                 continue
-            module = parts[-2]
+            module = file.relative.split("/")[-2]
             if not _MODULE.fullmatch(module) or module in modules:
                 continue
             modules[module] = file.path
@@ -104,15 +107,24 @@ class FlashInferCache(CompiledCache):
         if ninja is None:
             return "there is no ninja here to prove that nothing would be rebuilt"
         for relative in placement.files.values():
-            if relative.endswith("/build.ninja"):
-                build = placement.root / relative
-                if why := _would_rebuild(ninja, build):
-                    return f"ninja would rebuild {build.parent.name}: {why}"
+            if not _is_module(relative):
+                continue
+            build = placement.root / relative.rpartition("/")[0] / "build.ninja"
+            if not build.is_file():
+                return f"module {build.parent.name} came without its build.ninja"
+            if why := _would_rebuild(ninja, build):
+                return f"ninja would rebuild {build.parent.name}: {why}"
         return None
 
     def _same_prefixes(self, record: CacheRecord, site: Site) -> bool:
         ours = self.record(site).environment
         return all(record.environment.get(name) == ours.get(name) for name in self.prefixes)
+
+
+def _is_module(relative: str) -> bool:
+    """Whether the path is that of a compiled module: ``cached_ops/<module>/<module>.so``."""
+    parts = relative.split("/")
+    return len(parts) >= 3 and parts[-3] == "cached_ops" and parts[-1] == f"{parts[-2]}.so"
 
 
 def _would_rebuild(ninja: str, build: Path) -> str | None:

@@ -27,6 +27,9 @@ class InductorCache(CompiledCache):
     def captured(self, path: str, data: bytes, roots: Iterable[Path]) -> bytes:
         return groups.to_relative(path, data, roots)  # Triton's own files may lie below this root
 
+    def rewrites(self, path: str) -> bool:
+        return groups.is_group(path)
+
     def localised(self, path: str, data: bytes, root: Path) -> bytes:
         return groups.to_absolute(path, data, root)
 

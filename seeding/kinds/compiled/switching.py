@@ -32,6 +32,7 @@ def switch(trees: Trees, tree: Tree) -> None:
     try:
         for folder, root in tree.record.roots.items():
             before[root] = trees.point(Path(root), str(tree.path / folder))
+            trees.settle(Path(root))
         if before != tree.record.before:  # an engine's own folder was moved aside: its new place must be known
             record = tree.record
             tree.record = TreeRecord(
@@ -59,6 +60,7 @@ def put_back(trees: Trees, tree: Tree) -> None:
             continue
         before = tree.record.before.get(root, "")
         trees.point(Path(root), before if _fit(trees, before, tree.record) else "")
+        trees.settle(Path(root))
 
 
 def carry_over(trees: Trees, staged: Path, record: TreeRecord, label: str) -> None:

@@ -25,5 +25,8 @@ class TritonCache(CompiledCache):
     def captured(self, path: str, data: bytes, roots: Iterable[Path]) -> bytes:
         return groups.to_relative(path, data, roots)
 
+    def rewrites(self, path: str) -> bool:
+        return groups.is_group(path)
+
     def localised(self, path: str, data: bytes, root: Path) -> bytes:
         return groups.to_absolute(path, data, root)

@@ -39,6 +39,9 @@ class VllmCache(CompiledCache):
             raise ValueError("empty: vLLM would fail on it at the next start")
         return groups.to_relative(path, data, roots)
 
+    def rewrites(self, path: str) -> bool:
+        return groups.is_group(path)
+
     def localised(self, path: str, data: bytes, root: Path) -> bytes:
         return groups.to_absolute(path, data, root)
 
