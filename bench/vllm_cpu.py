@@ -69,7 +69,7 @@ def retrained(node: Node) -> bool:
     try:
         node.ask(**{**node.loader(fallback=False), "enforce_eager": True})
     except NodeFailed as error:
-        return "checkpoint" in str(error)
+        return "FingerprintMismatch" in error.log and "checkpoint" in error.log
     return False
 
 

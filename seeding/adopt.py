@@ -21,7 +21,7 @@ from warmseed.seeding.artifact import ArtifactKey, object_key
 from warmseed.seeding.bundle.index import read_index
 from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.errors import ArtifactRefused, CannotJudge
-from warmseed.seeding.kinds.base import Installation, Kind, Overrulable, Site
+from warmseed.seeding.kinds.base import HealsDisk, Installation, Kind, Overrulable, Site
 from warmseed.seeding.manifest import Manifest
 from warmseed.seeding.origins import Origin, StoreOrigin
 from warmseed.seeding.probation import Probation
@@ -132,6 +132,7 @@ class Adopter:
         """Have `kind`'s cache in place at `site`, or say why it is not. Never raises for what it finds."""
         start = time.monotonic()
         search = _Search(kind, site, await self._expected(kind, site))
+        await self._heal(kind, site)
         present = await run_blocking(kind.present, site)
         adoption = None
         try:
@@ -178,6 +179,16 @@ class Adopter:
     def _stores(self) -> list[StoreOrigin]:
         return [origin for origin in self._origins if isinstance(origin, StoreOrigin)]
 
+    async def _heal(self, kind: Kind, site: Site) -> None:
+        """Local files that poison every start go first, so that they are neither found nor built upon."""
+        if not isinstance(kind, HealsDisk):
+            return
+        try:
+            for line in await run_blocking(kind.heal, site):
+                _log.warning("kind=%s %s", kind.name, line)
+        except OSError as error:
+            _log.error("kind=%s a local file poisons every start and can't be moved: %s", kind.name, printable(error))
+
     async def overruled(self, kind: Kind, site: Site) -> bool:
         """Whether the fleet wants something else here than what lies here; what it denied is set aside."""
         try:
@@ -215,6 +226,7 @@ class Adopter:
 
         Nothing is installed; what could not be had within the budget is not among them.
         """
+        await self._heal(kind, site)
         search = _Search(kind, site, await self._expected(kind, site))
         found: dict[tuple[int, str], Candidate] = {}
         async with AsyncExitStack() as stack:

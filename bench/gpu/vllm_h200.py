@@ -53,8 +53,6 @@ REQUIREMENTS = (
         "typing-extensions",
         "annotated-doc",
     ),
-    "cuda-bindings",
-    "cuda-pathfinder",
 )
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (34, 31, 28, 27, 17, 12, 5)] + ["manylinux2014_x86_64", "linux_x86_64"]
 PACKAGES = ("daemon", "seeding", "stores", "configs")
@@ -313,7 +311,7 @@ class Play:
                 answer = a.ask(prompts=PROMPTS, **a.loader())
                 plain = self.node("A", self.canonical).ask(prompts=PROMPTS)
                 self.save(
-                    retrain_refused="fields=checkpoint" in refused or "checkpoint" in refused,
+                    retrain_refused="FingerprintMismatch" in refused and "checkpoint" in refused,
                     retrain_fell_back=answer.fell_back, retrain_tokens=answer.tokens,
                     retrain_plain_tokens=plain.tokens, fallback_extra_s=answer.init_s - plain.init_s,
                 )  # fmt: skip
@@ -425,7 +423,7 @@ def _refused(ask: Callable[[], Any]) -> str:
     try:
         ask()
     except NodeFailed as error:
-        return str(error)
+        return error.log
     return ""
 
 

@@ -3,7 +3,7 @@
     PYTHONPATH=src python bench/gpu/weights_h200.py            # one GPU with 45 GB free, or two; some five minutes
     PYTHONPATH=src python bench/gpu/weights_h200.py --device cpu --gb 0.2 --tensors 50 --kills 4   # a dry run
 
-Needs torch with CUDA, cuda-bindings and msgspec. Daemon and engines are processes of their own, as in service. Prints a
+Needs torch with CUDA and msgspec. Daemon and engines are processes of their own, as in service. Prints a
 table, then one JSON object on the last line; exits with 1 if a check failed. A check that this machine can't make
 (two GPUs) is listed as skipped.
 """

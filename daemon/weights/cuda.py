@@ -7,7 +7,7 @@ so a killed engine leaves nothing behind.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from warmseed.daemon.weights.errors import MessageRefused
 from warmseed.daemon.weights.layout import SegmentRecord
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["CudaTransport"]
+
+_WHOLE_BLOCK: Final = 2 << 20  # bytes; CUDA programming guide, interprocess communication
 
 
 class CudaTransport:
@@ -55,8 +57,13 @@ class CudaSegment:
         self._runtime = runtime
         self._nbytes = nbytes
         self._device = device
-        self._pointer = runtime.malloc(nbytes, device)
-        self._handle = runtime.get_handle(self._pointer, device)
+        # The driver cuts small allocations out of blocks of 2 MiB, and a handle always shares the whole block.
+        self._pointer = runtime.malloc(-(-nbytes // _WHOLE_BLOCK) * _WHOLE_BLOCK, device)
+        try:
+            self._handle = runtime.get_handle(self._pointer, device)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def record(self) -> SegmentRecord:

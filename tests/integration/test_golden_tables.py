@@ -243,3 +243,10 @@ def test_ls_shows_what_was_moved_aside_and_why(tmp_path: Path) -> None:
     (item,) = json.loads(invoke("ls", "--rejected", "--cache-root", str(root), "--json"))["rejected"]
     assert item["original"] == str(local_path(site))
     assert item["reason"] == "malformed"
+
+
+def test_a_start_moves_a_poisonous_file_aside_whether_or_not_anything_is_published(tmp_path: Path, store: Path) -> None:
+    site = table_site(tmp_path / "n1")
+    put_local(site, b"[]")
+    assert asyncio.run(start(tmp_path / "n1", store)) == ("none", b"")
+    assert [item.reason for item in list_rejected(site.state)] == ["malformed"]

@@ -33,7 +33,11 @@ PATIENCE = 600.0  # seconds for any one step; a cold start on a busy two-core ma
 
 
 class NodeFailed(Exception):
-    """A process did not do what the story needs; the message ends with its last words."""
+    """A process did not do what the story needs; the message ends with its last words, `log` holds all of them."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__("\n".join([message, *log.splitlines()[-60:]]))
+        self.log = log
 
 
 def smollm2() -> Path:
@@ -206,7 +210,7 @@ class Node:
             if line.startswith('{"answers"'):
                 said = json.loads(line)
                 return Answer(said["import_s"], said["init_s"], said["answers"], log)
-        raise NodeFailed(f"node {self.name}: the engine gave no answer\n" + "\n".join(log.splitlines()[-60:]))
+        raise NodeFailed(f"node {self.name}: the engine gave no answer", log)
 
     @contextlib.contextmanager
     def serving(self, *, patience: float = PATIENCE, **engine: Any) -> Iterator[Server]:
@@ -246,7 +250,7 @@ class Server:
         """Seconds from the start to a healthy server."""
         while not healthy(self.port):
             if self.process.poll() is not None or time.monotonic() - self.began > patience:
-                raise NodeFailed("vllm serve did not become ready\n" + "\n".join(self.log.splitlines()[-60:]))
+                raise NodeFailed("vllm serve did not become ready", self.log)
             time.sleep(0.2)
         return time.monotonic() - self.began
 

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import importlib
+import types
 
 import pytest
 import torch
 
 from warmseed.daemon.weights.cuda import CudaTransport
 from warmseed.daemon.weights.errors import MessageRefused, UnsupportedPlatformForIPCError
-from warmseed.daemon.weights.runtime import HANDLE_BYTES, handle_bytes, load_runtime, set_handle_bytes
-
-
-def test_a_handle_of_the_installed_bindings_takes_and_gives_its_bytes() -> None:
-    runtime = importlib.import_module("cuda.bindings.runtime")
-    handle = runtime.cudaIpcMemHandle_t()
-    content = bytes(range(255, 255 - HANDLE_BYTES, -1))
-    set_handle_bytes(handle, content)
-    assert handle_bytes(handle) == content
+from warmseed.daemon.weights.runtime import _Runtime, load_runtime
 
 
 @pytest.mark.parametrize("length", [0, 63, 65])
-def test_bytes_that_are_no_handle_never_reach_its_memory(length: int) -> None:
+def test_bytes_that_are_no_handle_never_reach_the_driver(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = _Library()
+    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    runtime = _Runtime("cuda", "libcudart.so.13")
     with pytest.raises(MessageRefused):
-        set_handle_bytes(None, b"x" * length)
+        runtime.open_handle(b"x" * length, torch.device("cpu"))
+    assert library.called == ["cudaGetErrorName"]
+
+
+class _Library:
+    """Stands where a CUDA runtime would be; notes what is asked for."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> types.SimpleNamespace:
+        self.called.append(name)
+        return types.SimpleNamespace()
 
 
 @pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="this torch has a platform")
