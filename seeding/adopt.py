@@ -19,7 +19,7 @@ from warmseed.blocking import run_blocking
 from warmseed.errors import WarmseedError, printable
 from warmseed.seeding.adoption import Adoption, Candidate, Refusal
 from warmseed.seeding.artifact import ArtifactKey, object_key
-from warmseed.seeding.bundle.index import read_index
+from warmseed.seeding.bundle.index import INDEX_BYTES, read_index
 from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.errors import ArtifactRefused, CannotJudge
 from warmseed.seeding.kinds.base import HealsDisk, Installation, Kind, Overrulable, Site
@@ -34,7 +34,6 @@ __all__ = ["Adopter", "Adoption", "Candidate", "Refusal"]
 
 _log = logging.getLogger(__name__)
 
-INDEX_BYTES = 64 << 20  # bytes in the largest file index ever read
 ABANDONED = 6 * 3600.0  # seconds without a write after which a staging file is certainly nobody's
 
 
@@ -350,10 +349,12 @@ class Adopter:
         files: list[Path] = []
         try:
             index = None
-            if manifest.index is not None:
-                path = await self._object(
-                    origin, object_key(manifest.index.sha256), manifest.index.sha256, manifest.index.length, files
-                )
+            if (stated := manifest.index) is not None:
+                if stated.length > INDEX_BYTES:
+                    raise ArtifactRefused(
+                        "length", f"an index of {stated.length} bytes; {INDEX_BYTES} are read at most"
+                    )
+                path = await self._object(origin, object_key(stated.sha256), stated.sha256, stated.length, files)
                 index = await run_blocking(path.read_bytes)
             payload = await self._payload(origin, manifest, index, files)
             yield payload, index
