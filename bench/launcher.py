@@ -27,7 +27,6 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -36,6 +35,7 @@ from tests.support.nodes import FOLDER, TOY, free_port, left_over, toy_config
 
 from warmseed.daemon.board import Board
 from warmseed.daemon.config import PreloadConfig
+from warmseed.daemon.guardian import LAUNCH_ID
 from warmseed.daemon.launcher import launch
 from warmseed.daemon.processes import RANK_COMMAND
 
@@ -59,7 +59,8 @@ def children() -> list[int]:
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         found += [int(pid) for pid in (task / "children").read_text().split()]
-    return found
+    # The guardian is a child too, but no rank.
+    return [pid for pid in found if f"{LAUNCH_ID}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()]
 
 
 async def one_kill(
@@ -154,33 +155,46 @@ class RealConfig(Config):
         return msgspec.convert(fields, PreloadConfig)
 
 
-def readiness(starts: int, ranks: int) -> float:
-    """Milliseconds from the last rank's bind to the announcement, the largest of several starts."""
+def readiness(starts: int, ranks: int) -> tuple[float, float]:
+    """Milliseconds from the last rank's bind to the announcement, and seconds of a whole start; the largest of several.
+
+    The ranks are those of the kills, so that kills can be spread over their whole start.
+    """
     lags: list[float] = []
+    whole: list[float] = []
 
     def announced(board: Board) -> None:
         now = time.monotonic()
         lags.append(1e3 * (now - max(r.serving.bound_at or now for r in board.ranks.values() if r.serving)))
+        whole.append(board.ready_after or 0.0)
         os.kill(os.getpid(), signal.SIGTERM)
 
     for _ in range(starts):
         with tempfile.TemporaryDirectory(prefix="ws-bench-") as name:
-            config = toy_config(Path(name), tensor_parallel_size=ranks)
-            asyncio.run(launch(config, rank_command=TOY, on_ready=announced))
-    return max(lags)
+            asyncio.run(launch(toys(ranks)(Path(name)), rank_command=TOY, on_ready=announced))
+    return max(lags), max(whole)
+
+
+def toys(ranks: int) -> Config:
+    """Target and draft ranks whose phases take 30 ms each."""
+    return Config(plan={"pace": 0.03}, tensor_parallel_size=ranks, speculative_config='{"method":"eagle3"}')
+
+
+SCRAPER = """
+import sys, time
+from urllib.request import urlopen
+for _ in range(int(sys.argv[2])):
+    start = time.perf_counter()
+    with urlopen(sys.argv[1], timeout=10) as answer:
+        answer.read()
+    print(1e3 * (time.perf_counter() - start))
+"""
 
 
 def scrape(ranks: int, scrapes: int = 50) -> float:
-    """Milliseconds of a whole scrape of ``/metrics`` over HTTP with `ranks` live ranks; the median."""
+    """Milliseconds of a whole scrape of ``/metrics`` by another process with `ranks` live ranks; the median."""
     port = free_port()
     times: list[float] = []
-
-    def take() -> None:
-        for _ in range(scrapes):
-            start = time.perf_counter()
-            with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-                answer.read()
-            times.append(1e3 * (time.perf_counter() - start))
 
     async def whole(folder: Path) -> None:
         ready = asyncio.Event()
@@ -189,7 +203,11 @@ def scrape(ranks: int, scrapes: int = 50) -> float:
         async with asyncio.timeout(PATIENCE):
             await ready.wait()
             await asyncio.sleep(1)  # the ranks' own start-up is over
-            await asyncio.to_thread(take)
+            scraper = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", SCRAPER, f"http://127.0.0.1:{port}/metrics", str(scrapes),
+                stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            times.extend(float(line) for line in (await scraper.communicate())[0].split())
             os.kill(os.getpid(), signal.SIGTERM)
             await running
 
@@ -212,10 +230,9 @@ def main() -> int:
     given = parser.parse_args()
     logging.getLogger("warmseed").setLevel(logging.CRITICAL)
 
-    lag = readiness(given.starts, given.ranks)
+    lag, start = readiness(given.starts, given.ranks)
     print(f"readiness after the last bind: {lag:.2f} ms (worst of {given.starts})")
-    toys = Config(plan={"pace": 0.03}, tensor_parallel_size=given.ranks, speculative_config='{"method":"eagle3"}')
-    kills = kill_series(toys, TOY, given.kills, 0.9, given.seed)
+    kills = kill_series(toys(given.ranks), TOY, given.kills, 1.5 * start, given.seed)
     report("toy ranks", kills)
     per_scrape = scrape(given.metrics_ranks)
     print(f"/metrics with {given.metrics_ranks} ranks: {per_scrape:.2f} ms")

@@ -78,6 +78,7 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=1, le=65536)]
 Index = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(ge=0, le=7 * 86400)]
+Bucket = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 def _says(text: str, group: str, *, flags: tuple[str, ...] = ()) -> Meta:
@@ -105,6 +106,10 @@ class PreloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     disable_flashinfer_autotune: Annotated[bool, _says("Leave FlashInfer's tuning to the first engine.", _MODEL)] = (
         False
     )
+    shape_buckets: Annotated[
+        tuple[Bucket, ...],
+        _says("Sequence lengths that the torch engine compiles and pads to (default: 16 to 128 in steps).", _MODEL),
+    ] = ()
     engine_args: Annotated[
         tuple[str, ...], _says("Flags that are not warmseed's, handed to the engine as they are.", _MODEL)
     ] = ()

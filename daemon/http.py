@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -165,6 +166,14 @@ class _Refused(asyncio.Protocol):
             transport.abort()
 
 
+def _reset(transport: asyncio.WriteTransport) -> None:
+    """End the connection at once; what a client never read must not wait for it in the kernel either."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
+
+
 class _Counted(asyncio.Protocol):
     """Passes every call on to aiohttp's protocol, counting the connection and ending it after its time."""
 
@@ -177,7 +186,7 @@ class _Counted(asyncio.Protocol):
         self._gate.open += 1
         if isinstance(transport, asyncio.WriteTransport):
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._gate.limits.connection_seconds, transport.abort)
+            self._timer = loop.call_later(self._gate.limits.connection_seconds, _reset, transport)
         self._inner.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -19,20 +19,18 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
 from warmseed.daemon import http, rendezvous
 from warmseed.daemon.board import Board, RankState
-from warmseed.daemon.config import PreloadConfig
+from warmseed.daemon.child_rank import ChildRank
+from warmseed.daemon.config import Endpoint, PreloadConfig
 from warmseed.daemon.guardian import kill_strays
-from warmseed.daemon.logs import RANK_VARIABLE, event
+from warmseed.daemon.logs import event
 from warmseed.daemon.metrics import Exposition
 from warmseed.daemon.notify import Notifier
 from warmseed.daemon.pages import status_page, status_record
 from warmseed.daemon.placement import Group, Layout, Role, groups_of, layout_of, places_of
 from warmseed.daemon.processes import (
     RANK_COMMAND,
-    ChildProcess,
     Guardian,
     ensure_standard_files,
     exit_code,
@@ -40,11 +38,9 @@ from warmseed.daemon.processes import (
     stop_all,
 )
 from warmseed.daemon.rehearsal import all_arrived, rehearse
-from warmseed.daemon.spec import RankSpec, encode_spec, rank_spec
+from warmseed.daemon.spec import RankSpec, rank_spec
 from warmseed.daemon.status import (
-    LINE_BYTES,
     Begin,
-    Order,
     Phase,
     Rehearsal,
     Rehearsed,
@@ -99,15 +95,6 @@ async def launch(
     return ending.code
 
 
-@dataclass(slots=True)
-class _Rank:
-    spec: RankSpec
-    state: RankState
-    process: ChildProcess
-    status_fd: int  # our end of the status pipe
-    orders_fd: int  # our end of the orders pipe
-
-
 class _Launcher:
     def __init__(
         self,
@@ -121,7 +108,7 @@ class _Launcher:
         self._on_ready = on_ready
         self._notifier = notifier
         self._board = Board()
-        self._ranks: list[_Rank] = []
+        self._ranks: list[ChildRank] = []
         self._launch_id = secrets.token_hex(16)
         self._end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()  # a second signal: no more patience
@@ -139,12 +126,14 @@ class _Launcher:
                 stack.push_async_callback(guardian.stop)
                 listeners = {group.role: self._listen(group, layout, stack) for group in groups}
                 try:
-                    self._start_all(layout, groups, listeners)
+                    await self._start_all(layout, groups, listeners)
                     for listener in filter(None, listeners.values()):
                         listener.close()  # global rank 0 has it now
                     return await self._watch()
                 finally:
                     await self._stop()
+                    for rank in self._ranks:
+                        rank.close()
 
     # Starting ----------------------------------------------------------------------------------
 
@@ -154,7 +143,7 @@ class _Launcher:
         flag = "--weight-cache-master-port" if group.role == "target" else "--weight-cache-draft-master-port"
         return stack.enter_context(contextlib.closing(rendezvous.listen(layout.master_host, group.port, flag=flag)))
 
-    def _start_all(
+    async def _start_all(
         self, layout: Layout, groups: Sequence[Group], listeners: Mapping[Role, socket.socket | None]
     ) -> None:
         event(
@@ -180,37 +169,15 @@ class _Launcher:
         states = [RankState(s.name, s.group, s.local_rank, s.global_rank) for s, _ in specs]
         self._board.ranks = {state.name: state for state in states}
         for (spec, own), state in zip(specs, states, strict=True):
+            await asyncio.sleep(0)  # signals and health checks are heard between two ranks
             if self._end.done():
                 return
             try:
-                self._ranks.append(self._start(spec, state, own))
+                rank = ChildRank.start(spec, state, self._command, launch_id=self._launch_id, listener=own)
             except OSError as error:
                 self._finish(Ending(1, f"{spec.name} can't be started: {error.strerror}", spec.name))
                 return
-
-    def _start(self, spec: RankSpec, state: RankState, listener: socket.socket | None) -> _Rank:
-        with _Descriptors() as kept:
-            status_ours, status_theirs = kept.pipe()
-            orders_theirs, orders_ours = kept.pipe()
-            # A file in memory and not a pipe: it takes a spec of any size before anyone reads.
-            spec_fd = kept.keep(os.memfd_create("warmseed-rank-spec", os.MFD_CLOEXEC))
-            data = encode_spec(msgspec.structs.replace(spec, orders_fd=orders_theirs))
-            os.write(spec_fd, data)
-            os.lseek(spec_fd, 0, os.SEEK_SET)
-            passed = [spec_fd, status_theirs, orders_theirs]
-            if listener is not None:
-                passed.append(listener.fileno())
-            process = ChildProcess.start(
-                spec.name,
-                (*self._command, "--spec-fd", str(spec_fd), "--status-fd", str(status_theirs)),
-                launch_id=self._launch_id,
-                env={RANK_VARIABLE: spec.name},
-                pass_fds=passed,
-            )
-            kept.hand_over(status_ours, orders_ours)
-        os.set_blocking(orders_ours, False)
-        state.pid = process.pid
-        return _Rank(spec, state, process, status_ours, orders_ours)
+            self._ranks.append(rank)
 
     # Watching ----------------------------------------------------------------------------------
 
@@ -234,7 +201,7 @@ class _Launcher:
                     task.cancel()
         return self._explained(ending)
 
-    async def _await_exit(self, rank: _Rank) -> None:
+    async def _await_exit(self, rank: ChildRank) -> None:
         await rank.process.done.wait()
         # Ranks often follow each other within the same instant; the one that began it is not always the
         # first that the loop sees. So look at all of them now.
@@ -277,22 +244,14 @@ class _Launcher:
             result = Rehearsed("failed", reason=printable(error))
         for rank in self._ranks:
             if rank.state.rehearsal is not None:
-                _send(rank, result)
+                rank.order(result)
 
-    async def _read(self, rank: _Rank) -> None:
-        async with _lines(rank.status_fd) as reader:
-            while True:
-                try:
-                    line = await reader.readuntil(b"\n")
-                except asyncio.IncompleteReadError:
-                    return  # end of the pipe
-                except asyncio.LimitOverrunError as overrun:
-                    await reader.read(overrun.consumed)
-                    rank.state.invalid_lines += 1
-                    continue
+    async def _read(self, rank: ChildRank) -> None:
+        async with contextlib.aclosing(rank.lines()) as lines:
+            async for line in lines:
                 self._take(rank, line)
 
-    def _take(self, rank: _Rank, line: bytes) -> None:
+    def _take(self, rank: ChildRank, line: bytes) -> None:
         state = rank.state
         try:
             message = decode_message(line)
@@ -354,8 +313,6 @@ class _Launcher:
             _log.error("%s (pid %d) did not end even by SIGKILL; it hangs in the kernel", process.name, process.pid)
         for rank in self._ranks:
             rank.state.status = rank.process.status
-            os.close(rank.orders_fd)
-            rank.orders_fd = -1
         if self._rehearsal is not None:
             await asyncio.wait({self._rehearsal}, timeout=STOP_GRACE)
         for pid in kill_strays(self._launch_id) if self._ranks else ():
@@ -403,7 +360,7 @@ class _Launcher:
                 page=lambda: status_page(self._board, self._config),
                 status=lambda: status_record(self._board, self._config),
             ):
-                event(_log, logging.INFO, "listening", address=f"{host}:{port}", pages="/health,/metrics,/status")
+                event(_log, logging.INFO, "listening", address=Endpoint(host, port), pages="/health,/metrics,/status")
                 yield
 
 
@@ -420,47 +377,3 @@ def _suspicion(status: int) -> int:
     if status < 0 and status != -signal.SIGABRT:
         return 2
     return 3 if status > 0 else 4
-
-
-def _send(rank: _Rank, order: Order) -> None:
-    with contextlib.suppress(OSError):  # the rank is gone, which its exit tells
-        os.write(rank.orders_fd, msgspec.json.encode(order) + b"\n")
-
-
-@asynccontextmanager
-async def _lines(fd: int) -> AsyncIterator[asyncio.StreamReader]:
-    reader = asyncio.StreamReader(limit=LINE_BYTES)
-    pipe = os.fdopen(fd, "rb", buffering=0)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), pipe
-    )
-    try:
-        yield reader
-    finally:
-        transport.close()
-
-
-class _Descriptors:
-    """File descriptors that are closed when the block ends, except those handed over."""
-
-    def __init__(self) -> None:
-        self._fds: set[int] = set()
-
-    def __enter__(self) -> _Descriptors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for fd in self._fds:
-            os.close(fd)
-
-    def keep(self, fd: int) -> int:
-        self._fds.add(fd)
-        return fd
-
-    def pipe(self) -> tuple[int, int]:
-        read, write = os.pipe2(os.O_CLOEXEC)
-        self._fds |= {read, write}
-        return read, write
-
-    def hand_over(self, *fds: int) -> None:
-        self._fds -= set(fds)

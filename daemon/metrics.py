@@ -24,22 +24,35 @@ class Exposition:
     """The text of ``/metrics`` for one board."""
 
     def __init__(self, board: Board) -> None:
-        self._board = board
         self._now = CollectorRegistry()
         self._now.register(_Collected(lambda: _current(board)))
         ProcessCollector(registry=self._now)
-        # The phases are most of the text and never change once they are over: drawn again only when there are more.
-        self._past = CollectorRegistry()
-        self._past.register(_Collected(lambda: _phases(list(board.ranks.values()))))
-        self._drawn = -1
-        self._phases = b""
+        # One series for each rank and phase is most of the text, and changes rarely once a node serves.
+        self._kept = (
+            _Kept(lambda: _phases(_ranks(board)), lambda: [len(rank.phases) for rank in _ranks(board)]),
+            _Kept(lambda: _by_rank(_ranks(board)), lambda: [_figures(rank) for rank in _ranks(board)]),
+        )
 
     def render(self) -> tuple[bytes, str]:
         """The metrics now, and their content type."""
-        finished = sum(len(rank.phases) for rank in self._board.ranks.values())
-        if finished != self._drawn:
-            self._drawn, self._phases = finished, generate_latest(self._past)
-        return generate_latest(self._now) + self._phases, CONTENT_TYPE_LATEST
+        return generate_latest(self._now) + b"".join(kept.text() for kept in self._kept), CONTENT_TYPE_LATEST
+
+
+class _Kept:
+    """Text that is drawn again only when what it is made of has changed."""
+
+    def __init__(self, draw: Callable[[], Iterator[Metric]], made_of: Callable[[], object]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Collected(draw))
+        self._made_of = made_of
+        self._last: object = None
+        self._text = b""
+
+    def text(self) -> bytes:
+        now = self._made_of()
+        if now != self._last:
+            self._last, self._text = now, generate_latest(self._registry)
+        return self._text
 
 
 class _Collected(Collector):
@@ -54,7 +67,7 @@ class _Collected(Collector):
 
 
 def _current(board: Board) -> Iterator[Metric]:
-    ranks = list(board.ranks.values())
+    ranks = _ranks(board)
     yield _gauge("warmseed_ready", "1 when every rank of this node serves and lives.", 0 if board.troubles() else 1)
     yield _gauge("warmseed_ranks", "Ranks of this node, all groups together.", len(ranks))
     if board.ready_after is not None:
@@ -62,7 +75,6 @@ def _current(board: Board) -> Iterator[Metric]:
     build = GaugeMetricFamily("warmseed_build_info", "Always 1; the version is in the label.", labels=["version"])
     build.add_metric([warmseed.__version__], 1)
     yield build
-    yield from _by_rank(ranks)
     yield from _tiers(ranks)
     yield from _artifacts(ranks)
     if board.rehearsal_outcome is not None:
@@ -71,6 +83,15 @@ def _current(board: Board) -> Iterator[Metric]:
         )
         rehearsal.add_metric([board.rehearsal_outcome], board.rehearsal_seconds)
         yield rehearsal
+
+
+def _ranks(board: Board) -> list[RankState]:
+    return list(board.ranks.values())
+
+
+def _figures(rank: RankState) -> tuple[int, int, int, int | None, int | None]:
+    serving = 1 if rank.serving is not None and rank.live else 0
+    return serving, rank.engines, rank.attaches, rank.metrics.weights_bytes, rank.metrics.released_bytes
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
@@ -88,13 +109,14 @@ def _by_rank(ranks: list[RankState]) -> Iterator[Metric]:
     )
     for rank in ranks:
         who = [str(rank.global_rank), rank.group]
-        serving.add_metric(who, 1 if rank.serving is not None and rank.live else 0)
-        engines.add_metric(who, rank.engines)
-        attaches.add_metric(who, rank.attaches)
-        if rank.metrics.weights_bytes is not None:
-            weights.add_metric(who, rank.metrics.weights_bytes)
-        if rank.metrics.released_bytes is not None:
-            released.add_metric(who, rank.metrics.released_bytes)
+        is_serving, attached, ever, held, given_back = _figures(rank)
+        serving.add_metric(who, is_serving)
+        engines.add_metric(who, attached)
+        attaches.add_metric(who, ever)
+        if held is not None:
+            weights.add_metric(who, held)
+        if given_back is not None:
+            released.add_metric(who, given_back)
     yield from (serving, engines, attaches, weights, released)
 
 

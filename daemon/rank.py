@@ -18,8 +18,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from warmseed.blocking import run_blocking
@@ -29,7 +29,7 @@ from warmseed.daemon.engines.registry import engine_for
 from warmseed.daemon.judge import Judge
 from warmseed.daemon.paths import default_cache_root, prepare_cache_root, state_folder
 from warmseed.daemon.processes import die_with_parent, ensure_standard_files
-from warmseed.daemon.seeds import Seeds
+from warmseed.daemon.seeds import GROUP_SECONDS, Seeds
 from warmseed.daemon.spec import RankSpec, read_spec
 from warmseed.daemon.status import (
     Alive,
@@ -43,13 +43,17 @@ from warmseed.daemon.status import (
     orders,
 )
 from warmseed.daemon.tally import Tally
+from warmseed.daemon.tuning_group import meeting
 from warmseed.daemon.weights.export import Exported, export_model
 from warmseed.daemon.weights.fingerprint import Fingerprint
 from warmseed.daemon.weights.server import WeightServer
 from warmseed.daemon.weights.socket import DeviceLock, SocketAddress, default_socket_dir
 from warmseed.errors import ConfigurationError, WarmseedError, printable
 from warmseed.seeding.adopt import Adoption
-from warmseed.seeding.kinds.base import Capture, Kind, Site
+from warmseed.seeding.gang import GangBroken, agree_run
+from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
+from warmseed.seeding.kinds.base import Capture, HealsDisk, Kind, Site
+from warmseed.seeding.rendezvous import Alone, Rendezvous, RendezvousFailed
 
 __all__ = ["Rank", "main"]
 
@@ -59,6 +63,7 @@ HEARTBEAT = 5.0  # seconds between signs of life
 FLUSH = 5.0  # seconds that background writes get when the rank is told to stop
 # Kinds that must be in place before the engine's code is imported; everything else is a table read at warmup.
 BEFORE_LOAD = ("compile_cache",)
+_NOTHING = Adoption("", "present")
 
 
 class Rank:
@@ -113,21 +118,26 @@ class Rank:
                 await self._adopt(seeds, kind, site)
             exported, fingerprint = await self._weights(preparing)
             tables = dataclasses.replace(site, config_hash=self.engine.table_hash())
+            group = await stack.enter_async_context(self._tuning_group(seeds, kinds))
             for kind in (k for k in kinds if k.name not in BEFORE_LOAD):
-                await self._adopt(seeds, kind, tables)
+                await self._heal(kind, tables)
+                await self._adopt(seeds, kind, tables, group)
             sites = {kind.name: site if kind.name in BEFORE_LOAD else tables for kind in kinds}
             judge = Judge(seeds, sites, kinds, self._adoptions, self.status)
-            server = WeightServer(exported, fingerprint, lock.address, on_report=judge.on_report)
-            await self._rehearse(server)
-            captures = await self._capture(seeds, kinds, sites, judge)
+            server = WeightServer(
+                exported, fingerprint, lock.address, on_report=judge.on_report, on_detached=judge.on_detached
+            )
+            rehearsed = await self._rehearse(server)
+            captures = await self._capture(seeds, kinds, sites, judge) if rehearsed else []
+            captures, runs = await self._named_runs(captures, group)
             with phase("release") as report:
                 self._released = await run_blocking(self._release)
                 report.detail["released_bytes"] = self._released
             with phase("bind"):
                 await stack.enter_async_context(server.serving(lock=lock))
                 self.status.send(Serving(str(lock.address), time.monotonic()))
-            publishing = asyncio.create_task(seeds.publish(captures, sites))
-            stack.push_async_callback(_finish, publishing, seeds)
+            publishing = asyncio.create_task(seeds.publish(captures, sites, runs=runs))
+            stack.push_async_callback(_finish, publishing)
             await self._serve(server)
 
     # The steps -----------------------------------------------------------------------------------
@@ -158,12 +168,50 @@ class Rank:
             state=state_folder(self.cache_root),
         )
 
-    async def _adopt(self, seeds: Seeds, kind: Kind, site: Site) -> None:
+    @asynccontextmanager
+    async def _tuning_group(self, seeds: Seeds, kinds: Sequence[Kind]) -> AsyncIterator[Rendezvous]:
+        """Where the ranks that tune together decide together; alone where there is nobody to decide with."""
+        if not any(isinstance(kind, FlashInferAutotune) for kind in kinds):
+            yield Alone()
+            return
+        async with meeting(self.spec, seeds.tokens) as group:
+            yield group
+
+    async def _heal(self, kind: Kind, site: Site) -> None:
+        """Move aside what would crash or be refused at every start, whatever is adopted."""
+        if not isinstance(kind, HealsDisk):
+            return
+        try:
+            for line in await run_blocking(kind.heal, site):
+                _log.warning("kind=%s %s", kind.name, printable(line, limit=300))
+        except OSError as error:
+            _log.warning("kind=%s its folder can't be mended: %s", kind.name, printable(error))
+
+    async def _named_runs(
+        self, captures: list[tuple[Kind, Capture]], group: Rendezvous
+    ) -> tuple[list[tuple[Kind, Capture]], dict[str, str]]:
+        """What is to be published, and the name that the group gives to the run it tuned together."""
+        if group.world == 1 or self._adoptions.get(FlashInferAutotune.name, _NOTHING).outcome != "none":
+            return captures, {}
+        try:
+            run = await agree_run(group, name="tuned", timeout=GROUP_SECONDS)
+        except RendezvousFailed as error:
+            _log.warning("tables are not published: %s", printable(error, limit=500))
+            return [(kind, capture) for kind, capture in captures if kind.name != FlashInferAutotune.name], {}
+        return captures, {FlashInferAutotune.name: run}
+
+    async def _adopt(self, seeds: Seeds, kind: Kind, site: Site, group: Rendezvous | None = None) -> None:
         with self.status.phase(f"adopt-{kind.name}") as report:
             try:
-                adoption = await seeds.adopt(kind, site)
-            except (WarmseedError, OSError) as error:
-                _log.warning("kind=%s not adopted, made here instead: %s", kind.name, printable(error, limit=500))
+                if isinstance(kind, FlashInferAutotune) and group is not None and group.world > 1:
+                    adoption = await seeds.adopt_together(kind, site, group)
+                else:
+                    adoption = await seeds.adopt(kind, site)
+            except GangBroken:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever it is, it costs the adoption and not the start
+                told = f"{type(error).__name__}: {printable(error, limit=500)}"
+                _log.warning("kind=%s not adopted, made here instead: %s", kind.name, told)
                 adoption = Adoption(kind.name, "none")
             self._adoptions[kind.name] = adoption
             report.outcome = {"none": "miss", "present": "present", "installed": "hit"}[adoption.outcome]
@@ -176,6 +224,12 @@ class Rank:
                     f"{printable(r.origin, limit=40)}: {r.reason}" for r in adoption.refusals[-4:]
                 )
         self.status.refused(refusal.reason for refusal in adoption.refusals)
+        for refusal in adoption.refusals:
+            if adoption.outcome == "none" and refusal.reason in ("space", "disk"):
+                told = printable(refusal.message, limit=300)
+                _log.warning(
+                    "kind=%s starts uncached: %s; free some room or name another --cache-root", kind.name, told
+                )
 
     async def _weights(self, preparing: asyncio.Task[None]) -> tuple[Exported, Fingerprint]:
         with self.status.phase("import"):
@@ -189,10 +243,14 @@ class Rank:
             report.detail["segments"] = len(exported.segments)
         return exported, self.engine.fingerprint(loaded.checkpoint)
 
-    async def _rehearse(self, server: WeightServer) -> None:
-        """Have the launcher run a throwaway engine over this node's weights, if any cache is incomplete."""
+    async def _rehearse(self, server: WeightServer) -> bool:
+        """Have the launcher run a throwaway engine over this node's weights, if any cache is incomplete.
+
+        Whether what is there now is worth publishing: an engine that broke off left half a cache, and who adopts
+        that has no rehearsal of its own.
+        """
         if self.spec.orders_fd is None:
-            return
+            return True
         missing = [name for name, adoption in self._adoptions.items() if not adoption.complete]
         folder = self._private_folder()
         address = SocketAddress.for_device(
@@ -214,6 +272,7 @@ class Rank:
             report.outcome = order.outcome
             if order.reason:
                 report.detail["reason"] = order.reason
+        return order.outcome not in ("failed", "timeout")
 
     def _private_folder(self) -> Path:
         """Where the rehearsing engine finds this node's ranks, and no other engine looks."""
@@ -262,13 +321,12 @@ class Rank:
             await asyncio.sleep(HEARTBEAT)
 
 
-async def _finish(publishing: asyncio.Task[None], seeds: Seeds) -> None:
+async def _finish(publishing: asyncio.Task[None]) -> None:
     """Give background writes a moment; what they do not finish is invisible, and made again by the next start."""
     done, _ = await asyncio.wait({publishing}, timeout=FLUSH)
     if not done:
         publishing.cancel()
         await asyncio.gather(publishing, return_exceptions=True)
-    await seeds.chain.flush(FLUSH)
 
 
 def _resident() -> int:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["connect", "listen", "release"]
 
+_connected: dict[tuple[str, int], TCPStore] = {}
 _BACKLOG: Final = 4096  # every rank of a large fleet may dial in the same second
 
 
@@ -67,26 +68,31 @@ def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
 def connect(spec: RankSpec, timeout: float) -> TCPStore:
     """The group's rendezvous as a `torch.distributed.TCPStore`; every rank of the group must call this.
 
+    One connection a process: rank 0's listening socket can be taken over only once.
+
     Raises:
         torch.distributed.DistStoreError: if the master can't be reached within `timeout` seconds.
     """
+    place = (spec.rendezvous_host, spec.rendezvous_port)
+    if place not in _connected:
+        _connected[place] = _connect(spec, timeout)
+    return _connected[place]
+
+
+def _connect(spec: RankSpec, timeout: float) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
     wait = timedelta(seconds=timeout)
     if spec.rendezvous_fd is not None:
         return TCPStore(
-            spec.rendezvous_host,
-            spec.rendezvous_port,
-            spec.world_size,
+            *(spec.rendezvous_host, spec.rendezvous_port, spec.world_size),
             is_master=True,
             timeout=wait,
             wait_for_workers=False,
             master_listen_fd=spec.rendezvous_fd,
         )
     return TCPStore(
-        spec.rendezvous_host,
-        spec.rendezvous_port,
-        spec.world_size,
+        *(spec.rendezvous_host, spec.rendezvous_port, spec.world_size),
         is_master=False,
         timeout=wait,
         wait_for_workers=False,

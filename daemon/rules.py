@@ -31,6 +31,10 @@ def check(config: PreloadConfig) -> None:
         )
     if config.engine == "torch" and config.engine_args:
         _refuse_unknown(config.engine_args)
+    if config.engine != "torch" and config.shape_buckets:
+        raise ConfigurationError(
+            f"--shape-buckets is for the torch engine; {config.engine} has its own flags for what it compiles"
+        )
     layout = layout_of(config)
     groups_of(config, layout)
     if config.rehearsal and config.rehearsal_deadline <= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import time
@@ -13,7 +14,7 @@ from typing import Literal, ParamSpec, TypeVar
 from warmseed.blocking import run_blocking
 from warmseed.daemon.paths import state_folder
 from warmseed.daemon.spec import RankSpec
-from warmseed.errors import WarmseedError, printable
+from warmseed.errors import ConfigurationError, WarmseedError, printable
 from warmseed.seeding.adopt import Adopter, Adoption
 from warmseed.seeding.artifact import ArtifactKey, denial_key
 from warmseed.seeding.channel.client import SeedClient, new_instance
@@ -22,11 +23,14 @@ from warmseed.seeding.channel.server import SeedServer
 from warmseed.seeding.channel.sources import Patience
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.keys import Keyring, PublisherKey
+from warmseed.seeding.kinds.autotune.group import adopt_in_group, note_published
+from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 from warmseed.seeding.kinds.base import Capture, Kind, Site, Verdict
 from warmseed.seeding.ledger import Entry, Ledger
 from warmseed.seeding.origins import Origin, PeerOrigin, StoreOrigin
 from warmseed.seeding.probation import Probation
 from warmseed.seeding.publish import Publisher
+from warmseed.seeding.rendezvous import Rendezvous
 from warmseed.seeding.shelf import Shelf
 from warmseed.seeding.statements import sign_denial
 from warmseed.seeding.token import MANIFEST_LABEL, Token, read_tokens
@@ -37,9 +41,12 @@ from warmseed.stores.chain import Chain
 from warmseed.stores.errors import StoreError
 from warmseed.stores.registry import open_stores
 
-__all__ = ["Seeds"]
+__all__ = ["Seeds", "fleet_keys"]
 
 _log = logging.getLogger(__name__)
+# For all ranks of a group to come to a round of their decision: they load their weights first, at unlike speed.
+GROUP_SECONDS = 600.0
+WRITE_SECONDS = 3600.0  # for the shared stores to take what this node made; nobody waits for it
 P = ParamSpec("P")
 T = TypeVar("T")
 Event = Literal["adopted", "used", "unused", "refused", "published", "quarantined", "local"]
@@ -55,16 +62,17 @@ class Seeds:
         trust: Trust,
         keys: Sequence[PublisherKey],
         tokens: Sequence[Token],
+        client: SeedClient | None,
         spec: RankSpec,
         state: Path,
     ) -> None:
         self.chain = chain
         self.shelf = Shelf(chain)
-        self._trust, self._keys, self._tokens = trust, keys, tokens
+        self.tokens = tuple(tokens)
+        self._trust, self._keys, self._client = trust, keys, client
         self._spec, self._state = spec, state
         self._probation = Probation(state)
         self._ledger = Ledger(state / "ledger.jsonl")
-        self._instance = new_instance()
 
     @classmethod
     @asynccontextmanager
@@ -79,7 +87,9 @@ class Seeds:
         file = None if config.seed_token_file is None else Path(config.seed_token_file)
         arguments = () if config.seed_token is None else (config.seed_token.reveal(),)
         tokens = await run_blocking(read_tokens, file=file, arguments=arguments, environ={})
-        keys, keyring = await run_blocking(_keys, spec, tokens, state)
+        keys, keyring = await run_blocking(
+            fleet_keys, tokens, state, signing=config.seed_signing_key, trusted=config.seed_trusted_keys
+        )
         shared = bool(tokens or config.seed_signing_key or config.seed_trusted_keys or config.allow_unsigned)
         stores = config.warmup_cache_stores if shared else ()
         chain = await open_stores(
@@ -87,11 +97,18 @@ class Seeds:
         )
         try:
             marks = await run_blocking(load_marks, state / "highest.json")
-            seeds = cls(chain, trust=Trust(keyring, marks=marks), keys=keys, tokens=tokens, spec=spec, state=state)
+            instance = new_instance()
+            client = None
+            if spec.seed_sources:
+                client = await run_blocking(SeedClient, tokens, instance=instance)
+            trust = Trust(keyring, marks=marks)
+            seeds = cls(chain, trust=trust, keys=keys, tokens=tokens, client=client, spec=spec, state=state)
             async with AsyncExitStack() as stack:
                 if spec.seed_listen is not None:
                     host, port = spec.seed_listen.host, spec.seed_listen.port
-                    server = SeedServer(seeds.shelf, tokens, host=host, port=port, instance=seeds._instance)
+                    server = await run_blocking(
+                        SeedServer, seeds.shelf, tokens, host=host, port=port, instance=instance
+                    )
                     await stack.enter_async_context(server.listening())
                 yield seeds
         finally:
@@ -100,7 +117,7 @@ class Seeds:
     async def adopt(self, kind: Kind, site: Site) -> Adoption:
         """Have `kind`'s cache in place, from the disk, the stores or a peer; or say why not."""
         environment = await run_blocking(kind.environment, site)
-        self.shelf.warming(kind.name, environment)
+        self.shelf.warming(_key(kind.name, site, environment), environment)
         adoption = await self._adopter(environment).adopt(kind, site)
         if adoption.manifest is not None:
             self.shelf.put(_key(kind.name, site, environment), adoption.envelope, adoption.manifest)
@@ -110,24 +127,40 @@ class Seeds:
             await self._record(adoption, site, "local", reasons)
         return adoption
 
+    async def adopt_together(self, kind: FlashInferAutotune, site: Site, group: Rendezvous) -> Adoption:
+        """The same for tables that several ranks tune together: all of them adopt one run, or none does.
+
+        Raises:
+            GangBroken: this rank can't know what the others did; it must not go on.
+        """
+        environment = await run_blocking(kind.environment, site)
+        key = _key(kind.name, site, environment)
+        self.shelf.warming(key, environment)
+        adopter = self._adopter(environment)
+        adoption = await adopt_in_group(adopter, kind, site, group, timeout=GROUP_SECONDS)
+        if adoption.manifest is not None:
+            self.shelf.put(key, adoption.envelope, adoption.manifest)
+        await self._record(adoption, site, "local" if adoption.outcome == "none" else "adopted", "")
+        return adoption
+
     def _adopter(self, environment: Environment) -> Adopter:
+        config = self._spec.config
         return Adopter(
             self._origins(environment),
             trust=self._trust,
             probation=self._probation,
             state=self._state,
-            budget=self._spec.config.seed_budget + self._spec.config.seed_wait,
+            budget=config.seed_budget + (config.seed_wait if self._client is not None else 0.0),
         )
 
     def _origins(self, environment: Environment) -> list[Origin]:
         if not len(self._trust.keyring):
             return []
         origins: list[Origin] = [StoreOrigin(self.chain)]
-        if self._spec.seed_sources:
-            client = SeedClient(self._tokens, instance=self._instance)
+        if self._client is not None:
             peers = [Endpoint(source.host, source.port) for source in self._spec.seed_sources]
             patience = Patience(wait_seconds=self._spec.config.seed_wait)
-            origins.append(PeerOrigin(client, peers, patience, environment=environment))
+            origins.append(PeerOrigin(self._client, peers, patience, environment=environment))
         return origins
 
     async def hand_on(self, kind: Kind, site: Site) -> bool:
@@ -150,21 +183,40 @@ class Seeds:
             _log.warning("kind=%s not captured, so not published: %s", kind.name, printable(error, limit=500))
             return None
 
-    async def publish(self, captures: Sequence[tuple[Kind, Capture]], sites: Mapping[str, Site]) -> None:
-        """Publish to the disk, then the stores. A failure costs the fleet a generation, never this node its start."""
+    async def publish(
+        self,
+        captures: Sequence[tuple[Kind, Capture]],
+        sites: Mapping[str, Site],
+        *,
+        runs: Mapping[str, str] | None = None,
+    ) -> None:
+        """Publish to the disk, then the stores. A failure costs the fleet a generation, never this node its start.
+
+        `runs` names, by kind, the run that this rank's group tuned together.
+        """
         publisher = Publisher(self.chain, self._keys, publisher=socket.gethostname())
-        for kind, capture in captures:
-            site = sites[kind.name]
-            try:
-                published = await publisher.publish(capture, kind.name, site)
-            except (WarmseedError, OSError) as error:
-                _log.warning("kind=%s not published: %s", kind.name, printable(error, limit=500))
-            else:
-                key = _key(kind.name, site, capture.environment)
-                self.shelf.put(key, published.envelope, published.manifest)
-            finally:
-                await run_blocking(capture.payload.unlink, missing_ok=True)
-        self.shelf.settled()
+        try:
+            for kind, capture in captures:
+                key = _key(kind.name, sites[kind.name], capture.environment)
+                known = self._trust.mark(key)
+                run = (runs or {}).get(kind.name, "")
+                try:
+                    published = await publisher.publish(
+                        capture, kind.name, sites[kind.name], known=known.generation if known else 0, run=run
+                    )
+                    if run:
+                        await note_published(sites[kind.name], run)
+                except (WarmseedError, OSError, ValueError) as error:
+                    _log.warning("kind=%s not published: %s", kind.name, printable(error, limit=500))
+                else:
+                    self.shelf.put(key, published.envelope, published.manifest)
+            self.shelf.settled()
+            # What the disk had no room for is read from the captured file until the last store has it.
+            await self.chain.flush(WRITE_SECONDS)
+        finally:
+            for _, capture in captures:
+                with contextlib.suppress(OSError):
+                    capture.payload.unlink(missing_ok=True)
 
     async def judged(self, adoption: Adoption, site: Site, verdict: Verdict, saved: float) -> None:
         """Remember whether an adopted artifact was used, and what it saved; an engine survived it either way."""
@@ -181,23 +233,37 @@ class Seeds:
             per_cache=dict(verdict.per_cache),
         )
 
-    async def failed(self, kind: Kind, adoption: Adoption, site: Site, reason: str) -> None:
-        """An engine died on an artifact on trial: take it back here, and tell the fleet not to try it."""
+    async def quarantine(self, kind: Kind, adoption: Adoption, site: Site, reason: str) -> None:
+        """Take an artifact on trial back here: the next engine finds what was there before, or does the work."""
         manifest, installation = adoption.manifest, adoption.installation
         if manifest is None or installation is None:
             return
         _log.error("kind=%s generation=%d quarantined: %s", kind.name, manifest.generation, printable(reason))
         self.shelf.take_down(manifest.sha256)
         await self._quietly(kind.retract, installation, site)
-        trial = await self._quietly(self._probation.fail, manifest.sha256, _label(site), reason)
+        await self._quietly(self._probation.fail, manifest.sha256, _label(site), reason)
         await self._record(adoption, site, "quarantined", reason)
-        if trial is None or not self._keys:
+
+    async def denounce(self, adoption: Adoption, site: Site, reason: str) -> None:
+        """Tell the fleet not to try a quarantined artifact: an engine has just warmed up without it."""
+        manifest = adoption.manifest
+        if manifest is None or not self._keys:
             return
+        trial = await self._quietly(self._probation.fail, manifest.sha256, _label(site), reason)
+        if trial is None:
+            return
+        _log.error("kind=%s generation=%d denied to the fleet: %s", adoption.kind, manifest.generation, reason)
         denial = sign_denial(self._probation.denial(trial, publisher=socket.gethostname()), self._keys)
         try:
             await self.chain.put(denial_key(manifest.sha256), denial)
         except StoreError as error:
-            _log.warning("kind=%s the fleet was not told of the quarantine: %s", kind.name, printable(error))
+            _log.warning("kind=%s the fleet was not told of the quarantine: %s", adoption.kind, printable(error))
+
+    async def forgive(self, adoption: Adoption) -> None:
+        """Engines die without the artifact as well: it is not what kills them."""
+        if adoption.manifest is not None:
+            _log.warning("kind=%s out of quarantine: an engine died without it, too", adoption.kind)
+            await self._quietly(self._probation.forgive, adoption.manifest.sha256)
 
     async def _record(
         self,
@@ -251,24 +317,34 @@ def _key(kind: str, site: Site, environment: Environment) -> ArtifactKey:
     )
 
 
-def _keys(spec: RankSpec, tokens: Sequence[Token], state: Path) -> tuple[list[PublisherKey], Keyring]:
+def fleet_keys(
+    tokens: Sequence[Token], state: Path, *, signing: str | None, trusted: Sequence[str]
+) -> tuple[list[PublisherKey], Keyring]:
     """Who signs here, and who is believed.
 
     One token is enough: a publisher key follows from it. Where trusted keys are listed, only those count. Without
     either, the node believes itself alone, so that its own next start finds what this one made.
     """
-    config = spec.config
     derived = [PublisherKey(f"token-{token.key_id}", token.derive(MANIFEST_LABEL)) for token in tokens]
-    if not derived and config.seed_signing_key is None and not config.seed_trusted_keys:
+    if not derived and signing is None and not trusted:
         derived = [_node_key(state / "node.key")]
-    signing = [] if config.seed_signing_key is None else [PublisherKey.load(Path(config.seed_signing_key))]
-    if not config.seed_trusted_keys:
-        keys = signing or derived
-        return keys, Keyring([key.public for key in (*derived, *signing)])
+    own = [] if signing is None else [PublisherKey.load(Path(signing))]
+    if not trusted:
+        keys = own or derived
+        return keys, Keyring([key.public for key in (*derived, *own)])
     lines: list[str] = []
-    for entry in config.seed_trusted_keys:
-        lines += Path(entry).read_text().splitlines() if ":" not in entry else [entry]
-    return signing, Keyring.parse(lines)
+    for entry in trusted:
+        lines += [entry] if ":" in entry else _key_lines(Path(entry))
+    return own, Keyring.parse(lines)
+
+
+def _key_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        raise ConfigurationError(f"--seed-trusted-keys {path} can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"--seed-trusted-keys {path} holds no lines of name:base64") from error
 
 
 def _node_key(path: Path) -> PublisherKey:

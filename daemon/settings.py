@@ -178,6 +178,8 @@ def _typed(merged: Mapping[str, object], known: Mapping[str, Option]) -> Preload
     values = dict(merged)
     if isinstance(sources := values.get("seed_sources"), list | tuple):
         values["seed_sources"] = [Endpoint.parse(s) if isinstance(s, str) else s for s in sources]
+    if isinstance(buckets := values.get("shape_buckets"), list | tuple):
+        values["shape_buckets"] = [int(b) if isinstance(b, str) and b.isdecimal() else b for b in buckets]
     try:
         return msgspec.convert(values, PreloadConfig, dec_hook=_hook)
     except msgspec.ValidationError as error:

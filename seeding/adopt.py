@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -21,12 +21,12 @@ from warmseed.seeding.artifact import ArtifactKey, object_key
 from warmseed.seeding.bundle.index import read_index
 from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.errors import ArtifactRefused, CannotJudge
-from warmseed.seeding.kinds.base import Installation, Kind, Site
+from warmseed.seeding.kinds.base import HealsDisk, Installation, Kind, Overrulable, Site
 from warmseed.seeding.manifest import Manifest
 from warmseed.seeding.origins import Origin, StoreOrigin
 from warmseed.seeding.probation import Probation
 from warmseed.seeding.trust import Expected, Trust
-from warmseed.seeding.trust_file import save_marks
+from warmseed.seeding.trust_file import save_mark
 from warmseed.stores.errors import StoreError
 
 __all__ = ["Adopter", "Adoption", "Candidate", "Refusal"]
@@ -34,6 +34,7 @@ __all__ = ["Adopter", "Adoption", "Candidate", "Refusal"]
 _log = logging.getLogger(__name__)
 
 INDEX_BYTES = 64 << 20  # bytes in the largest file index ever read
+ABANDONED = 6 * 3600.0  # seconds without a write after which a staging file is certainly nobody's
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,19 @@ class _Search:
     site: Site
     expected: Expected
     refusals: list[Refusal] = field(default_factory=list)
+    limit: asyncio.Timeout | None = None
+
+    @asynccontextmanager
+    async def unhurried(self) -> AsyncIterator[None]:
+        """The budget is for fetching: an installation that is given up half way would go on behind our back."""
+        until = self.limit.when() if self.limit is not None else None
+        if self.limit is not None:
+            self.limit.reschedule(None)
+        try:
+            yield
+        finally:
+            if self.limit is not None:
+                self.limit.reschedule(until)
 
     def refuse(self, origin: str, reason: str, message: str) -> None:
         _log.info("kind=%s origin=%s refused=%s %s", self.kind.name, origin, reason, printable(message))
@@ -118,36 +132,93 @@ class Adopter:
         """Have `kind`'s cache in place at `site`, or say why it is not. Never raises for what it finds."""
         start = time.monotonic()
         search = _Search(kind, site, await self._expected(kind, site))
-        if await run_blocking(kind.present, site):
-            return Adoption(kind.name, "present", "disk", seconds=time.monotonic() - start)
+        await self._heal(kind, site)
+        present = await run_blocking(kind.present, site)
+        adoption = None
         try:
-            async with asyncio.timeout(self._budget):
+            async with asyncio.timeout(self._budget) as search.limit:
+                if present and not await self._overruled(search):
+                    return Adoption(kind.name, "present", "disk", seconds=time.monotonic() - start)
                 adoption = await self._search(search)
         except TimeoutError:
             search.refuse("", "budget", f"nothing was adopted within {self._budget:g} s; this node does the work")
-            adoption = None
         seconds = time.monotonic() - start
         if adoption is None:
-            return Adoption(kind.name, "none", seconds=seconds, refusals=tuple(search.refusals))
+            # What the fleet wanted instead was not to be had; what lies here is better than nothing, unless denied.
+            kept = present and await run_blocking(kind.present, site)
+            outcome: Literal["present", "none"] = "present" if kept else "none"
+            return Adoption(kind.name, outcome, seconds=seconds, refusals=tuple(search.refusals))
         origin, manifest, envelope, installation = adoption
         return Adoption(
             kind.name, "installed", origin, manifest, envelope, installation, seconds, tuple(search.refusals)
         )
 
     async def known(self, kind: Kind, site: Site) -> tuple[Manifest, bytes] | None:
-        """The newest manifest of `kind` that this node believes, with its envelope; nothing is installed."""
-        expected = await self._expected(kind, site)
+        """The newest manifest of `kind` that this node believes, with its envelope; nothing is installed.
+
+        `None` also when it could not be found within the budget.
+        """
+        try:
+            async with asyncio.timeout(self._budget):
+                return await self._known(kind, await self._expected(kind, site))
+        except TimeoutError:
+            _log.warning("kind=%s no manifest was found within %g s", kind.name, self._budget)
+            return None
+
+    async def _known(self, kind: Kind, expected: Expected) -> tuple[Manifest, bytes] | None:
         for store in self._stores:
-            async for envelope in self._candidates(store, expected.key):
-                try:
-                    return await self._believe(store, envelope, expected), envelope
-                except ArtifactRefused as error:
-                    _log.info("kind=%s origin=%s refused=%s %s", kind.name, store.name, error.reason, error)
+            async with aclosing(self._candidates(store, expected.key)) as envelopes:
+                async for envelope in envelopes:
+                    try:
+                        return await self._believe(envelope, expected), envelope
+                    except ArtifactRefused as error:
+                        _log.info("kind=%s origin=%s refused=%s %s", kind.name, store.name, error.reason, error)
         return None
 
     @property
     def _stores(self) -> list[StoreOrigin]:
         return [origin for origin in self._origins if isinstance(origin, StoreOrigin)]
+
+    async def _heal(self, kind: Kind, site: Site) -> None:
+        """Local files that poison every start go first, so that they are neither found nor built upon."""
+        if not isinstance(kind, HealsDisk):
+            return
+        try:
+            for line in await run_blocking(kind.heal, site):
+                _log.warning("kind=%s %s", kind.name, line)
+        except OSError as error:
+            _log.error("kind=%s a local file poisons every start and can't be moved: %s", kind.name, printable(error))
+
+    async def overruled(self, kind: Kind, site: Site) -> bool:
+        """Whether the fleet wants something else here than what lies here; what it denied is set aside."""
+        try:
+            async with asyncio.timeout(self._budget):
+                return await self._overruled(_Search(kind, site, await self._expected(kind, site)))
+        except TimeoutError:
+            return False
+
+    async def _overruled(self, search: _Search) -> bool:
+        kind, key, now = search.kind, search.expected.key, int(self._clock())
+        if not isinstance(kind, Overrulable):
+            return False
+        held = await run_blocking(kind.held, search.site)
+        try:
+            for digest in held:
+                await self._learn_denials(digest, now)
+                if reason := self._trust.denied(digest, now=now):
+                    await run_blocking(kind.set_aside, search.site, f"payload {digest[:12]} is {reason}")
+                    search.refuse("disk", "denied", f"what lies here, {digest[:12]}, is {reason}; set aside")
+                    return True
+            for store in self._stores:
+                if (pin := await store.pin(key)) is None:
+                    continue
+                wanted = self._trust.pinned_payload(pin, key, now=now)
+                if wanted is not None and wanted not in held:
+                    search.refuse("disk", "pinned", f"the fleet is pinned to {wanted[:12]}, which is not here")
+                    return True
+        except (StoreError, OSError) as error:
+            _log.warning("kind=%s not checked against pins and denials: %s", kind.name, printable(error))
+        return False
 
     @asynccontextmanager
     async def candidates(self, kind: Kind, site: Site, *, most: int = 16) -> AsyncIterator[list[Candidate]]:
@@ -155,6 +226,7 @@ class Adopter:
 
         Nothing is installed; what could not be had within the budget is not among them.
         """
+        await self._heal(kind, site)
         search = _Search(kind, site, await self._expected(kind, site))
         found: dict[tuple[int, str], Candidate] = {}
         async with AsyncExitStack() as stack:
@@ -177,7 +249,7 @@ class Adopter:
         try:
             async for envelope in self._candidates(origin, search.expected.key):
                 try:
-                    manifest = await self._believe(origin, envelope, search.expected)
+                    manifest = await self._believe(envelope, search.expected)
                     name = (manifest.generation, manifest.sha256)
                     if name in found or len(found) >= most:
                         continue
@@ -200,15 +272,26 @@ class Adopter:
 
     async def _install(self, kind: Kind, site: Site, expected: Expected, candidate: Candidate) -> Installation:
         """What was believed, in place; remembered and on trial before, kept on disk after."""
-        manifest = candidate.manifest
+        manifest, rank = candidate.manifest, expected.key.rank_label
+        before = self._trust.mark(expected.key)
         if self._trust.remember(manifest, expected):
-            await run_blocking(save_marks, self._marks, self._trust.marks)
-        rank = expected.key.rank_label
+            await self._save_mark(expected.key)
         await run_blocking(self._probation.begin, manifest.kind, manifest.sha256, manifest.generation, rank)
-        installation = await run_blocking(kind.install, manifest, candidate.payload, candidate.index, site)
+        try:
+            installation = await run_blocking(kind.install, manifest, candidate.payload, candidate.index, site)
+        except (WarmseedError, OSError):
+            # Nothing has changed, so no engine will try it, and an older generation may still be what works here.
+            self._trust.restore(expected.key, before)
+            with suppress(WarmseedError, OSError):
+                await self._save_mark(expected.key)
+                await run_blocking(self._probation.withdraw, manifest.sha256, rank)
+            raise
         for store in self._stores:
             await store.keep(expected.key, manifest, candidate.envelope, candidate.payload, candidate.index)
         return installation
+
+    async def _save_mark(self, key: ArtifactKey) -> None:
+        await run_blocking(save_mark, self._marks, key.manifest_folder, self._trust.mark(key))
 
     async def _expected(self, kind: Kind, site: Site) -> Expected:
         environment = await run_blocking(kind.environment, site)
@@ -226,17 +309,18 @@ class Adopter:
     async def _search(self, search: _Search) -> tuple[str, Manifest, bytes, Installation] | None:
         for origin in self._origins:
             try:
-                async for envelope in self._candidates(origin, search.expected.key):
-                    found = await self._try(search, origin, envelope)
-                    if found is not None:
-                        return origin.name, found[0], envelope, found[1]
+                async with aclosing(self._candidates(origin, search.expected.key)) as envelopes:
+                    async for envelope in envelopes:
+                        found = await self._try(search, origin, envelope)
+                        if found is not None:
+                            return origin.name, found[0], envelope, found[1]
             except (StoreError, ChannelError) as error:
                 search.refuse(origin.name, "unavailable", str(error))
         return None
 
-    async def _candidates(self, origin: Origin, key: ArtifactKey) -> AsyncIterator[bytes]:
+    async def _candidates(self, origin: Origin, key: ArtifactKey) -> AsyncGenerator[bytes, None]:
         """Envelopes to judge: the pinned generation first, which may be older than the newest few."""
-        known = self._trust.marks.marks.get(key.manifest_folder)
+        known = self._trust.mark(key)
         if isinstance(origin, StoreOrigin) and (pin := await origin.pin(key)) is not None:
             generation = self._trust.pinned(pin, key, now=int(self._clock()))
             if generation is not None and (envelope := await origin.generation(key, generation)) is not None:
@@ -246,10 +330,11 @@ class Adopter:
 
     async def _try(self, search: _Search, origin: Origin, envelope: bytes) -> tuple[Manifest, Installation] | None:
         try:
-            manifest = await self._believe(origin, envelope, search.expected)
+            manifest = await self._believe(envelope, search.expected)
             async with self._fetched(manifest, origin) as (payload, index):
                 candidate = Candidate(origin.name, manifest, envelope, payload, index)
-                installation = await self._install(search.kind, search.site, search.expected, candidate)
+                async with search.unhurried():
+                    installation = await self._install(search.kind, search.site, search.expected, candidate)
         except CannotJudge as error:
             search.refuse(origin.name, "cannot-judge", str(error))
         except ArtifactRefused as error:
@@ -264,24 +349,35 @@ class Adopter:
             return manifest, installation
         return None
 
-    async def _believe(self, origin: Origin, envelope: bytes, expected: Expected) -> Manifest:
+    async def _believe(self, envelope: bytes, expected: Expected) -> Manifest:
         now = int(self._clock())
-        pin = None
-        if isinstance(origin, StoreOrigin):
-            pin = await origin.pin(expected.key)
+        pin = await self._pin(expected.key)
         manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
         # The fleet may know something about this very payload that its manifest can't say.
-        for store in self._stores:
-            if (denial := await store.denial(manifest.sha256)) is None:
-                continue
-            try:
-                self._trust.deny(denial, now=now)
-            except ArtifactRefused as error:  # a store writer without a key forbids nothing
-                _log.warning("store=%s a denial of %s is ignored: %s", store.name, manifest.sha256[:12], error)
-                continue
+        if await self._learn_denials(manifest.sha256, now):
             manifest = self._trust.believe(envelope, expected, now=now, pin=pin)
         await run_blocking(self._probation.check, manifest.sha256)
         return manifest
+
+    async def _learn_denials(self, sha256: str, now: int) -> bool:
+        """Ask the stores for the fleet's denial of a payload; whether one was learnt."""
+        learnt = False
+        for store in self._stores:
+            if (denial := await store.denial(sha256)) is None:
+                continue
+            try:
+                self._trust.deny(denial, now=now)
+                learnt = True
+            except ArtifactRefused as error:  # a store writer without a key forbids nothing
+                _log.warning("store=%s a denial of %s is ignored: %s", store.name, sha256[:12], error)
+        return learnt
+
+    async def _pin(self, key: ArtifactKey) -> bytes | None:
+        """The fleet's pin. Peers hand out no pins, but theirs is not to be an artifact that the pin rules out."""
+        for store in self._stores:
+            if (pin := await store.pin(key)) is not None:
+                return pin
+        return None
 
     @asynccontextmanager
     async def _fetched(self, manifest: Manifest, origin: Origin) -> AsyncIterator[tuple[Path, bytes | None]]:
@@ -290,7 +386,7 @@ class Adopter:
         Raises:
             ArtifactRefused: when the bytes are not to be had, or are not the promised ones.
         """
-        await run_blocking(self._staging.mkdir, 0o700, parents=True, exist_ok=True)
+        await run_blocking(_prepare, self._staging)
         files: list[Path] = []
         try:
             index = None
@@ -302,8 +398,7 @@ class Adopter:
             payload = await self._payload(origin, manifest, index, files)
             yield payload, index
         finally:
-            for file in files:
-                file.unlink(missing_ok=True)
+            await run_blocking(_remove, files)
 
     async def _payload(self, origin: Origin, manifest: Manifest, index: bytes | None, files: list[Path]) -> Path:
         """The stored object: put together from what this node has of earlier bundles, or fetched whole."""
@@ -329,3 +424,19 @@ class Adopter:
                 files.append(path)
                 return path
         raise ArtifactRefused("missing", f"{store_key} is described but nowhere to be had")
+
+
+def _prepare(staging: Path) -> None:
+    """Make the staging folder, without what killed processes left in it."""
+    staging.mkdir(0o700, parents=True, exist_ok=True)
+    oldest = time.time() - ABANDONED
+    for file in staging.iterdir():
+        with suppress(OSError):
+            if file.lstat().st_mtime < oldest:
+                file.unlink()
+
+
+def _remove(files: Sequence[Path]) -> None:
+    for file in files:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)

@@ -48,10 +48,14 @@ class Environment(Mapping[str, str]):
         return f"Environment({self._fields!r})"
 
     @property
+    def canonical(self) -> bytes:
+        """The fields as canonical JSON; what `digest` is the SHA-256 of."""
+        return json.dumps(self._fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the fields as canonical JSON; part of every manifest's path."""
-        canonical = json.dumps(self._fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+        return hashlib.sha256(self.canonical).hexdigest()
 
     @property
     def unknown(self) -> tuple[str, ...]:

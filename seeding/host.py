@@ -25,7 +25,7 @@ def host_facts() -> dict[str, str]:
     return {
         "machine": platform.machine() or UNKNOWN,
         "cpu_flags": _cpu_flags(),
-        "glibc": "-".join(platform.libc_ver()) or UNKNOWN,
+        "glibc": "-".join(filter(None, platform.libc_ver())) or UNKNOWN,
         "python_abi": str(sysconfig.get_config_var("SOABI") or UNKNOWN),
         "cxx": _compiler(),
         "torch": _version("torch"),

@@ -132,12 +132,17 @@ class PublisherKey:
             OSError: if the file can't be written.
         """
         text = f"{self.name}:{base64.b64encode(self._key.private_bytes_raw()).decode('ascii')}\n"
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        # Under another name first: a reader, or the next start after a full disk, must never find half a key.
+        temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            os.write(handle, text.encode("ascii"))
-            os.fsync(handle)
+            with os.fdopen(handle, "wb") as file:
+                file.write(text.encode("ascii"))
+                file.flush()
+                os.fsync(handle)
+            os.link(temporary, path)  # unlike a rename, it fails where there is something
         finally:
-            os.close(handle)
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> PublisherKey:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import BinaryIO
 
 from warmseed.blocking import run_blocking
 from warmseed.seeding.errors import ArtifactRefused
@@ -14,8 +16,14 @@ from warmseed.seeding.errors import ArtifactRefused
 __all__ = ["write_stream"]
 
 
-def _create(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+def _create(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb")
+
+
+def _discard(file: BinaryIO, path: Path) -> None:
+    with contextlib.suppress(OSError):  # a full disk fails again when what is buffered is flushed
+        file.close()
+    path.unlink(missing_ok=True)
 
 
 async def write_stream(pieces: AsyncIterator[bytes], folder: Path, *, sha256: str, length: int) -> Path:
@@ -27,7 +35,7 @@ async def write_stream(pieces: AsyncIterator[bytes], folder: Path, *, sha256: st
     """
     target = folder / f"stored.{secrets.token_hex(8)}"
     digest, seen = hashlib.sha256(), 0
-    file = os.fdopen(await run_blocking(_create, target), "wb")
+    file = await run_blocking(_create, target)
 
     def keep(piece: bytes) -> None:
         digest.update(piece)
@@ -43,7 +51,6 @@ async def write_stream(pieces: AsyncIterator[bytes], folder: Path, *, sha256: st
         if seen != length or digest.hexdigest() != sha256:
             raise ArtifactRefused("digest", f"{seen} bytes of SHA-256 {digest.hexdigest()[:16]}…, not {sha256[:16]}…")
     except BaseException:
-        file.close()
-        target.unlink(missing_ok=True)
+        await run_blocking(_discard, file, target)
         raise
     return target

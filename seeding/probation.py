@@ -92,6 +92,13 @@ class Probation:
             if known is None or known.state != "proven":
                 trials[key] = self._trial(kind, sha256, generation, rank, "trial", "")
 
+    def withdraw(self, sha256: str, rank: str) -> None:
+        """The payload was not installed after all: no engine will meet it, so there is nothing to wait for."""
+        with self._changing() as trials:
+            known = trials.get((sha256, rank))
+            if known is not None and known.state == "trial":
+                del trials[(sha256, rank)]
+
     def prove(self, sha256: str, rank: str) -> None:
         """An engine of `rank` warmed up on the payload."""
         self._move(sha256, rank, "proven", "an engine warmed up on it")
@@ -99,13 +106,6 @@ class Probation:
     def fail(self, sha256: str, rank: str, reason: str) -> Trial | None:
         """The payload crashed or failed an engine of `rank`; the trial as it stands now, for a denial."""
         return self._move(sha256, rank, "quarantined", reason[:512])
-
-    def withdraw(self, sha256: str, rank: str) -> None:
-        """The payload on trial was not installed after all: nothing is known about it."""
-        with self._changing() as trials:
-            known = trials.get((sha256, rank))
-            if known is not None and known.state == "trial":
-                del trials[(sha256, rank)]
 
     def interrupted(self, rank: str) -> tuple[Trial, ...]:
         """Trials that an earlier process of `rank` began and never ended."""

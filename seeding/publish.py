@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from warmseed.blocking import run_blocking
 from warmseed.seeding.artifact import ArtifactKey, object_key
 from warmseed.seeding.catalog import Catalog
+from warmseed.seeding.environment import Environment
 from warmseed.seeding.keys import PublisherKey
 from warmseed.seeding.kinds.base import Capture, Site
 from warmseed.seeding.manifest import Index, Manifest, sign_manifest
@@ -67,10 +69,12 @@ class Publisher:
             dp_rank=site.dp_rank,
             world_rank=site.world_rank,
         )
-        # A large body is written to the shared stores from the disk's copy, a small one from memory: the file at
-        # `capture.payload` may go as soon as this returns.
+        # A large body is written to the shared stores from the disk's copy, a small one from memory; only what the
+        # disk had no room for is read from `capture.payload`, which must stay until the chain is flushed.
         for store_key in (capture.store_key, *capture.also):
-            await self._chain.put(store_key, Body.file(capture.payload))
+            await self._chain.put(store_key, await run_blocking(Body.file, capture.payload))
+        # What the configuration was made of lies at its own digest, so that `explain` can say what differs.
+        await self._chain.put(object_key(site.config_digest), Environment(site.config_factors).canonical)
         index = None
         if capture.index is not None:
             index = await self._put_index(capture.index)

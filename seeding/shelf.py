@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -33,18 +32,17 @@ class _Object:
 class Shelf:
     """A `SeedSource` over the chain of stores: the disk first, then what is shared."""
 
-    def __init__(self, chain: Chain, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, chain: Chain) -> None:
         self._chain = chain
         self._envelopes: dict[ArtifactKey, tuple[bytes, Manifest]] = {}
         self._objects: dict[str, _Object] = {}
-        self._expected: dict[str, Environment] = {}  # kind -> our environment, while this rank works on it
-        self._warming: set[str] = set()
-        self._clock = clock
+        self._expected: dict[str, tuple[ArtifactKey, Environment]] = {}  # kind -> what this rank has or will have
+        self._warming: set[ArtifactKey] = set()
 
-    def warming(self, kind: str, environment: Environment) -> None:
-        """This rank is about to have `kind`: peers are told to wait."""
-        self._warming.add(kind)
-        self._expected[kind] = environment
+    def warming(self, key: ArtifactKey, environment: Environment) -> None:
+        """This rank is about to have `key`: peers are told to wait."""
+        self._warming.add(key)
+        self._expected[key.kind] = key, environment
 
     def settled(self) -> None:
         """Nothing more will come: what is not here by now is a miss."""
@@ -53,43 +51,50 @@ class Shelf:
     def put(self, key: ArtifactKey, envelope: bytes, manifest: Manifest) -> None:
         """Hand on what this node has verified or made."""
         self._envelopes[key] = (envelope, manifest)
-        self._expected.setdefault(key.kind, Environment(manifest.environment))
-        if manifest.stored is not None:
-            self._objects[manifest.stored.sha256] = _Object(manifest.store_key, manifest.stored.length)
-        else:
-            self._objects[manifest.sha256] = _Object(manifest.store_key, manifest.length)
+        self._expected[key.kind] = key, Environment(manifest.environment)
+        form = manifest.stored or manifest
+        self._objects[form.sha256] = _Object(manifest.store_key, form.length)
         if manifest.index is not None:
             self._objects[manifest.index.sha256] = _Object(object_key(manifest.index.sha256), manifest.index.length)
-        self._warming.discard(key.kind)
+        self._warming.discard(key)
 
     def take_down(self, sha256: str) -> None:
-        """Stop handing on the payload with this digest."""
+        """Stop handing on the payload with this digest, also to peers that know it by name already."""
         for key, (_, manifest) in list(self._envelopes.items()):
             if manifest.sha256 == sha256:
                 del self._envelopes[key]
+                self._objects.pop((manifest.stored or manifest).sha256, None)
+                if manifest.index is not None:
+                    self._objects.pop(manifest.index.sha256, None)
 
     async def describe(self, request: DescribeRequest) -> SourceAnswer:
         held = self._envelopes.get(request.key)
         if held is not None:
             envelope, manifest = held
             return Described(envelope.decode(), await self._payload(manifest))
-        if differing := self._differing(request.kind, request.environment):
-            return Refused("environment", differing)
-        if request.kind in self._warming:
+        if request.key in self._warming:
             return Warming(WARMING_PAUSE)
-        return Miss()
+        return self._other(request)
 
-    def _differing(self, kind: str, theirs: Mapping[str, str]) -> tuple[str, ...]:
-        ours = self._expected.get(kind)
-        if ours is None or not theirs:
-            return ()
-        return tuple(difference.field for difference in ours.differences(theirs))[:64]
+    def _other(self, request: DescribeRequest) -> SourceAnswer:
+        """Why this rank will never have what is asked for: waiting for it would be in vain."""
+        ours = self._expected.get(request.kind)
+        if ours is None:
+            return Miss()
+        key, environment = ours
+        if key.environment_hash != request.environment_hash:
+            theirs = request.environment
+            differing = tuple(d.field for d in environment.differences(theirs))[:64] if theirs else ()
+            return Refused("environment", differing)
+        fields = tuple(n for n in ("config_hash", "dp_rank", "world_rank") if getattr(key, n) != getattr(request, n))
+        return Refused("config" if "config_hash" in fields else "rank", fields) if fields else Miss()
 
     async def _payload(self, manifest: Manifest) -> bytes:
-        """The payload itself where it is a small table; bundles are fetched by digest."""
-        if manifest.index is not None or manifest.length > PAYLOAD_BYTES:
+        """The object itself where it is a small table; bundles are fetched by digest."""
+        form = manifest.stored or manifest
+        if manifest.index is not None or form.length > PAYLOAD_BYTES:
             return b""
-        data = await self._chain.get_verified(manifest.store_key, sha256=manifest.sha256, length=manifest.length)
+        data = await self._chain.get_verified(manifest.store_key, sha256=form.sha256, length=form.length)
         return data or b""
 
     @asynccontextmanager

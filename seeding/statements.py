@@ -41,12 +41,16 @@ class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     key: ArtifactKey
     generation: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     sha256: Text
+    previous: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0  # what was pinned before, to go back to; 0: nothing
+    previous_sha256: Text = ""
     issued_at: UnixSeconds
     expires_at: UnixSeconds
     publisher: Text
 
     def __post_init__(self) -> None:
         check_digest(self.sha256)
+        if self.previous:
+            check_digest(self.previous_sha256)
 
 
 def sign_denial(denial: Denial, keys: Sequence[PublisherKey]) -> bytes:

@@ -113,10 +113,26 @@ class Trust:
         self._marks[folder] = mark
         return True
 
+    def mark(self, key: ArtifactKey) -> Mark | None:
+        """The newest manifest that was remembered for `key`."""
+        return self._marks.get(key.manifest_folder)
+
+    def restore(self, key: ArtifactKey, mark: Mark | None) -> None:
+        """Go back to `mark`, because what was remembered since could not be installed."""
+        if mark is None:
+            self._marks.pop(key.manifest_folder, None)
+        else:
+            self._marks[key.manifest_folder] = mark
+
     def pinned(self, pin: bytes, key: ArtifactKey, *, now: int) -> int | None:
         """The generation that the valid pin in the envelope `pin` names for `key`, or `None`."""
         stated = self._valid_pin(pin, key, now)
         return None if stated is None else stated.generation
+
+    def pinned_payload(self, pin: bytes, key: ArtifactKey, *, now: int) -> str | None:
+        """The digest of the payload that the valid pin in the envelope `pin` names for `key`, or `None`."""
+        stated = self._valid_pin(pin, key, now)
+        return None if stated is None else stated.sha256
 
     def deny(self, envelope: bytes, *, now: int) -> Denial:
         """Learn a denial that the fleet published.

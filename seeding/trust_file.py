@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import secrets
@@ -9,9 +10,9 @@ from pathlib import Path
 
 from warmseed.seeding import canonical
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.trust import Marks
+from warmseed.seeding.trust import Mark, Marks
 
-__all__ = ["load_marks", "save_marks", "write_durably"]
+__all__ = ["load_marks", "save_mark", "save_marks", "write_durably"]
 
 _MARKS_BYTES = 16 << 20  # bytes in the largest history ever read
 _log = logging.getLogger(__name__)
@@ -81,3 +82,23 @@ def save_marks(path: Path, marks: Marks) -> None:
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_durably(path, canonical.encode(marks))
+
+
+def save_mark(path: Path, folder: str, mark: Mark | None) -> None:
+    """Change one artifact's entry (`None`: remove it) in the history at `path`, which the ranks of a node share.
+
+    Raises:
+        OSError: if the disk fails; the artifact must then not be installed.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held for milliseconds, by processes of this node only
+        marks = dict(load_marks(path).marks)
+        if mark is None:
+            marks.pop(folder, None)
+        else:
+            marks[folder] = mark
+        save_marks(path, Marks(marks=dict(sorted(marks.items()))))
+    finally:
+        os.close(lock)

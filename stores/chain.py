@@ -20,6 +20,8 @@ from warmseed.stores.disk import DiskStore
 from warmseed.stores.errors import ObjectInvalid, StoreError, StoreUnavailable
 from warmseed.stores.fanout import FanOut
 from warmseed.stores.fetch import Fetched, Fetcher
+from warmseed.stores.wrappers.base import innermost
+from warmseed.stores.wrappers.breaker import breaker_state
 from warmseed.stores.wrappers.flight import Flights
 from warmseed.stores.wrappers.verifying import Checker, Expected, Sha256Checker, sha256_of
 
@@ -54,6 +56,10 @@ class Chain:
     def name(self) -> str:
         """The chain as it is: ``disk -> mooncake|retry|breaker -> s3|retry|breaker``."""
         return " -> ".join(tier.name for tier in self._all())
+
+    def states(self) -> dict[str, str]:
+        """Each shared tier's breaker: ``closed`` (in use), ``open`` or ``half-open``; tiers without one are closed."""
+        return {innermost(tier).name: breaker_state(tier) for tier in self.tiers}
 
     def __repr__(self) -> str:
         return f"<Chain {self.name} writes={self.writes}>"

@@ -136,7 +136,8 @@ class Tree:
 
     def _entries(self, folder: Path, at: str, prefix: str) -> Iterator[Entry]:
         try:
-            found = list(os.scandir(folder))
+            with os.scandir(folder) as items:
+                found = list(items)
         except OSError:
             return
         for item in found:
@@ -181,7 +182,9 @@ class Tree:
         """
         removed = 0
         now = self._server_now() if older_than is not None else 0.0
-        for item in list(os.scandir(self.staging)):
+        with os.scandir(self.staging) as items:
+            found = list(items)
+        for item in found:
             path = self.staging / item.name
             with contextlib.suppress(OSError):
                 if older_than is not None and now - item.stat(follow_symlinks=False).st_mtime < older_than:
@@ -222,16 +225,16 @@ class Writing:
                 return
             while True:
                 path = self._tree.staging / f"{secrets.token_hex(12)}.part"
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._tree.file_mode)
+                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._tree.file_mode)
+                self._temp = path
                 with contextlib.suppress(OSError):  # a file system without locks: shared folders go by age
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(fd).st_nlink:
+                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(self._fd).st_nlink:
                     break
-                os.close(fd)  # swept between creation and lock; once more
-            self._fd, self._temp = fd, path
+                os.close(self._fd)  # swept between creation and lock; once more
             if self._reserve and self._size:
                 try:
-                    os.posix_fallocate(fd, 0, self._size)
+                    os.posix_fallocate(self._fd, 0, self._size)
                 except OSError as error:
                     if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL}:
                         raise

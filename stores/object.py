@@ -53,7 +53,7 @@ class ObjectOptions(msgspec.Struct, frozen=True):
     access_key_file: str = ""  # file that holds the access key id
     secret_key_file: str = ""  # file that holds the secret access key
     token_file: str = ""  # http: file that holds a bearer token
-    config: dict[str, str] = {}  # any other setting that obstore knows, by its name there
+    settings: str = ""  # any other that obstore knows, by its name there: "name=value, name=value"
 
 
 class _Stream(Protocol):
@@ -183,8 +183,8 @@ async def _open(context: StoreContext, options: ObjectOptions) -> BaseStore:
     name, limits, observer = context.name, context.limits, context.observer
     try:
         if url.startswith(("http:", "https:")):
-            if options.endpoint or options.region or options.config:
-                raise ConfigurationError(f"store {name!r}: endpoint, region and config are not for http")
+            if options.endpoint or options.region or options.settings:
+                raise ConfigurationError(f"store {name!r}: endpoint, region and settings are not for http")
             from warmseed.stores.http import HttpTier
 
             http = HTTPStore.from_url(url, client_options=client, retry_config=retry)
@@ -205,7 +205,12 @@ def _normal(url: str) -> str:
 
 
 def _config(options: ObjectOptions, name: str) -> Mapping[str, str | bool]:
-    config: dict[str, str | bool] = dict(options.config)
+    config: dict[str, str | bool] = {}
+    for setting in filter(None, (part.strip() for part in options.settings.split(","))):
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigurationError(f"store {name!r}: settings are written name=value, not {printable(setting)!r}")
+        config[key.strip()] = value.strip()
     if options.endpoint:
         config["endpoint"] = options.endpoint
     if options.region:

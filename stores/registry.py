@@ -164,14 +164,14 @@ def _parse(text: str, table: Mapping[str, Mapping[str, object]]) -> _Spec:
             raise ConfigurationError(f"[stores.{text}] url is not a text")
         inner = _parse(url, {})
         return _Spec(text, inner.scheme, inner.url, {**settings, **inner.options})
-    match = _SCHEME.fullmatch(text)
-    if match is None:
-        return _Spec(text, text, "", {})
-    scheme = match[1].lower()
-    if scheme in {"http", "https"}:
+    if text.lower().startswith(("http:", "https:")):
+        scheme = text.partition(":")[0].lower()
         return _Spec(scheme, scheme, text, {})  # a query there belongs to the server
     url, _, query = text.partition("?")
-    return _Spec(scheme, scheme, url, dict(parse_qsl(query, keep_blank_values=True)))
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    match = _SCHEME.fullmatch(url)
+    scheme = url if match is None else match[1].lower()
+    return _Spec(scheme, scheme, "" if match is None else url, options)
 
 
 def _backend(scheme: str, table: Mapping[str, Mapping[str, object]]) -> Backend[msgspec.Struct]:

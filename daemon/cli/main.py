@@ -7,6 +7,9 @@ import sys
 import typer
 
 from warmseed.daemon.cli.env import env, execute
+from warmseed.daemon.cli.explain import explain
+from warmseed.daemon.cli.ls import ls
+from warmseed.daemon.cli.pin import pin
 from warmseed.daemon.cli.preload import preload
 from warmseed.daemon.cli.report import report
 from warmseed.daemon.cli.run import run
@@ -28,6 +31,9 @@ app.command("run")(run)
 app.command("env")(env)
 app.command("exec")(execute)
 app.command("report")(report)
+app.command("ls")(ls)
+app.command("explain")(explain)
+app.command("pin")(pin)
 app.add_typer(token_app)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import errno
 import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from warmseed.daemon.engines.torch import TorchEngine
-from warmseed.daemon.paths import default_cache_root
+from warmseed.daemon.paths import default_cache_root, prepare_cache_root
 from warmseed.daemon.weights.errors import WeightCacheError, WeightCacheUnavailable
-from warmseed.errors import ConfigurationError
+from warmseed.errors import ConfigurationError, WarmseedError, printable
 
 if TYPE_CHECKING:
     import torch
@@ -54,13 +58,19 @@ def run(
     ] = "{}",
     socket_path: Annotated[Path | None, typer.Option(help="The daemon's socket.")] = None,
     socket_dir: Annotated[Path | None, typer.Option(help="Folder of the daemons' sockets.")] = None,
-    fallback: Annotated[bool, typer.Option(help="Load from disk when the daemon can't serve this model.")] = True,
+    fallback: Annotated[
+        bool,
+        typer.Option(help="Load from disk when the daemon can't serve this model, compile elsewhere when it is full."),
+    ] = True,
     cache_root: Annotated[Path | None, typer.Option(help="Canonical root of this node's caches.")] = None,
     dtype: Annotated[str, typer.Option(help="Data type of the weights.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="torch device; the first GPU where there is one, else the CPU.")] = "",
+    shape_buckets: Annotated[
+        str, typer.Option(help="Sequence lengths to compile and pad to, as the daemon has them.", metavar="A,B")
+    ] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens in the longest answer.")] = 16,
     stdin: Annotated[bool, typer.Option(help="Then answer one prompt a line from standard input.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a answer instead of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object an answer instead of text.")] = False,
 ) -> None:
     """Map a daemon's weights, warm up every shape bucket, answer greedily and exit."""
     started = time.monotonic()
@@ -69,9 +79,11 @@ def run(
     if load_format not in ("ipc_cache", "disk"):
         raise ConfigurationError(f"--load-format {load_format}: choose ipc_cache or disk")
     loader = _loader_config(model_loader_extra_config, socket_path, socket_dir, fallback)
-    server = TorchEngine(model, dtype=dtype, device=device)
+    server = TorchEngine(model, dtype=dtype, device=device, buckets=_buckets(shape_buckets))
+    root = (cache_root or default_cache_root()).absolute()
+    prepare_cache_root(root)  # compiled code is loaded from there: nobody else may have put it there
     # Before torch is imported: its cache folders are read from the environment once.
-    os.environ.update(server.caches(cache_root or default_cache_root()).variables)
+    os.environ.update(server.caches(root).variables)
 
     phases = _Phases()
     with phases.timed("import"):
@@ -79,7 +91,7 @@ def run(
     module, attachment, source = _weights(server, loader, load_format, phases)
     server.compile(module)
     with phases.timed("compile"):
-        evidence = server.warm_up(module)
+        evidence = _warm_up(server, module, root, elsewhere=fallback)
     if attachment is not None:
         _report(attachment, evidence)
 
@@ -109,6 +121,39 @@ def run(
             answer(line.strip())
     if attachment is not None:
         attachment.close()
+
+
+def _warm_up(server: TorchEngine, module: torch.nn.Module, root: Path, *, elsewhere: bool) -> Evidence:
+    """Warm up; where `root` has no room for compiled code, in a folder of this process's own instead."""
+    try:
+        return server.warm_up(module)
+    except Exception as error:
+        # Compilers wrap it in errors of their own, or only print it.
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        if not elsewhere:
+            raise WarmseedError(
+                f"{root} has no room for compiled code; free some or name another --cache-root"
+            ) from None
+    import torch
+
+    folder = Path(tempfile.mkdtemp(prefix="warmseed-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    print(
+        f"warmseed: {root} has no room for compiled code; it is compiled in {folder} and gone with this process: free "
+        "some room or name another --cache-root",
+        file=sys.stderr,
+    )
+    os.environ.update(server.caches(folder).variables)
+    torch.compiler.reset()
+    return server.warm_up(module)
+
+
+def _buckets(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() and len(word) < 8 for word in words):
+        raise ConfigurationError(f"--shape-buckets {printable(text)}: numbers of tokens, such as 16,32,64")
+    return [int(word) for word in words]
 
 
 def _report(attachment: Attachment, evidence: Evidence) -> None:

@@ -27,6 +27,7 @@ def engine_for(spec: RankSpec) -> Engine:
             dtype="bfloat16" if config.dtype == "auto" else config.dtype,
             local_rank=spec.local_rank,
             checkpoint_digest=config.checkpoint_digest,
+            buckets=config.shape_buckets,
         )
     from warmseed.daemon.engines.vllm.adapter import VllmEngine
 

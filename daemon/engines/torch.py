@@ -7,8 +7,10 @@ shape bucket, which is what makes those shapes few.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["BUCKETS", "Generation", "TorchEngine", "layout_below"]
 
 BUCKETS = (16, 32, 48, 64, 80, 96, 112, 128)  # tokens; the sequence lengths a start warms up
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 _CONFIG_BYTES = 1 << 20  # bytes in the largest config.json read
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 
 
 @dataclass(slots=True)
@@ -60,16 +64,21 @@ class TorchEngine:
         device: str = "",
         local_rank: int = 0,
         checkpoint_digest: DigestMode = "full",
-        buckets: Sequence[int] = BUCKETS,
+        buckets: Sequence[int] = (),
     ) -> None:
-        """Check the folder before anything heavy is imported.
+        """Check what was asked for before anything heavy is imported; no `buckets` means `BUCKETS`.
 
         Raises:
-            ConfigurationError: no such folder, no readable ``config.json``, no safetensors, or a truncated one.
+            ConfigurationError: no such folder, no readable ``config.json``, no safetensors, or a truncated one;
+                a data type, device or bucket that there is not.
         """
         self.model = _checked_folder(model)
-        self.dtype = dtype
-        self.buckets = tuple(buckets)
+        self.dtype = _checked_dtype(dtype)
+        self.buckets = tuple(sorted(set(buckets or BUCKETS)))
+        if self.buckets[0] < 1:
+            raise ConfigurationError(f"--shape-buckets {self.buckets[0]}: a sequence has at least 1 token")
+        if device and not _DEVICE.fullmatch(device):
+            raise ConfigurationError(f"--device {printable(device)}: choose cpu, cuda or cuda:N")
         self.checkpoint_digest = checkpoint_digest
         self._device = device
         self._local_rank = local_rank
@@ -180,8 +189,9 @@ class TorchEngine:
 
     def rehearsal(self, *, socket_dir: Path, cache_root: Path) -> list[str]:
         return [
-            *(sys.executable, "-m", "warmseed.daemon.cli.main", "run"),
+            *(sys.executable, "-P", "-m", "warmseed.daemon.cli.main", "run"),
             *("--engine", self.name, "--model", str(self.model), "--dtype", self.dtype, "--device", self.device),
+            *("--shape-buckets", ",".join(map(str, self.buckets))),
             *("--cache-root", str(cache_root), "--load-format", "ipc_cache", "--no-fallback"),
             *("--socket-dir", str(socket_dir), "--prompt", "Hello", "--max-tokens", "1", "--json"),
         ]
@@ -214,12 +224,18 @@ class TorchEngine:
         return Evidence(seconds=time.monotonic() - start, counters=counted)
 
     def generate(self, module: torch.nn.Module, prompt: str, *, max_tokens: int) -> Generation:
-        """The greedy answer to a chat prompt; the longest bucket bounds prompt and answer together."""
+        """The greedy answer to a chat prompt; the longest bucket bounds prompt and answer together.
+
+        Raises:
+            ConfigurationError: the prompt has no tokens, or too many for the longest bucket.
+        """
         import torch
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self.model, local_files_only=True)
         ids = _prompt_ids(tokenizer, prompt)
+        if not ids:
+            raise ConfigurationError("the prompt has no tokens; ask something")
         if len(ids) >= self.buckets[-1]:
             raise ConfigurationError(
                 f"the prompt has {len(ids)} tokens and the longest shape bucket {self.buckets[-1]}; shorten the prompt"
@@ -273,11 +289,22 @@ def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
+def _checked_dtype(dtype: str) -> str:
+    if dtype not in DTYPES:
+        near = difflib.get_close_matches(dtype, DTYPES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(DTYPES)}"
+        raise ConfigurationError(f"--dtype {printable(dtype)}: the torch engine has no such data type{hint}")
+    return dtype
+
+
 def _checked_folder(model: Path) -> Path:
     folder = model.expanduser().absolute()
-    if not folder.is_dir():
-        raise ConfigurationError(f"--model {folder}: no such folder; give the folder that holds config.json")
-    shards = sorted(folder.glob("*.safetensors"))
+    try:
+        shards = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigurationError(f"--model {folder}: no such folder; give the folder that holds config.json") from error
+    except OSError as error:
+        raise ConfigurationError(f"--model {folder} can't be read: {error.strerror}") from error
     if not shards:
         raise ConfigurationError(
             f"--model {folder}: holds no *.safetensors; warmseed's torch engine loads nothing else"

@@ -147,8 +147,8 @@ def attach(
         WeightCacheUnavailable: for the reason in `reason`; load from disk, if the configuration allows it.
         UnsupportedPlatformForIPCError: whatever the configuration allows: it would never work here.
     """
-    start = time.monotonic()
     expected = _expected_uuid(address, device)
+    start = time.monotonic()
     line = _open(address, connect_timeout_s, 0.0 if fallback else state_timeout_s)
     deadline = deadline_in(state_timeout_s)
     try:
@@ -255,14 +255,16 @@ def _try_release(address: SocketAddress) -> Released | None:
 
 
 def _expected_uuid(address: SocketAddress, device: torch.device | str | None) -> str:
+    """The UUID of this engine's device; an unsupported platform is told before anything else is tried."""
     import torch
 
     if device is None and address.device_uuid:
-        device = device_by_uuid(address.device_uuid)
-        transport_for(device.type)
-        return address.device_uuid
-    chosen = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
-    transport_for(chosen.type)  # an unsupported platform is told before anything else
+        chosen = device_by_uuid(address.device_uuid)
+    else:
+        chosen = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
+    transport_for(chosen.type)
+    if chosen.type == "cpu" and chosen.index is None and address.device_uuid.startswith("cpu"):
+        return address.device_uuid  # CPU ranks of one node differ by their address alone
     return device_uuid(chosen)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from warmseed.daemon.weights.errors import MessageRefused
 from warmseed.daemon.weights.layout import SegmentRecord
-from warmseed.daemon.weights.runtime import GpuRuntime, load_runtime
+from warmseed.daemon.weights.runtime import HANDLE_BYTES, GpuRuntime, load_runtime
 from warmseed.daemon.weights.transport import CHECKED_BYTES
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaTransport"]
 
-HANDLE_BYTES: Final = 64  # CUDA_IPC_HANDLE_SIZE, and HIP's
+_WHOLE_BLOCK: Final = 2 << 20  # bytes; CUDA programming guide, interprocess communication
 
 
 class CudaTransport:
@@ -57,8 +57,13 @@ class CudaSegment:
         self._runtime = runtime
         self._nbytes = nbytes
         self._device = device
-        self._pointer = runtime.malloc(nbytes, device)
-        self._handle = runtime.get_handle(self._pointer, device)
+        # The driver cuts small allocations out of blocks of 2 MiB, and a handle always shares the whole block.
+        self._pointer = runtime.malloc(-(-nbytes // _WHOLE_BLOCK) * _WHOLE_BLOCK, device)
+        try:
+            self._handle = runtime.get_handle(self._pointer, device)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def record(self) -> SegmentRecord:

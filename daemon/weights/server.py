@@ -60,6 +60,12 @@ class Lease:
     watched: bool = False  # the engine has said that it maps them
 
 
+class OnDetached(Protocol):
+    """Hears that an engine's lease has ended, however it ended."""
+
+    def __call__(self, lease: Lease, /) -> Awaitable[None]: ...
+
+
 class OnReport(Protocol):
     """Takes an engine's evidence; may be a coroutine function."""
 
@@ -86,6 +92,7 @@ class WeightServer:
         address: SocketAddress,
         *,
         on_report: OnReport | None = None,
+        on_detached: OnDetached | None = None,
         on_changed: Callable[[tuple[str, ...]], None] | None = None,
         limits: ServerLimits | None = None,
     ) -> None:
@@ -96,11 +103,14 @@ class WeightServer:
         self.released = asyncio.Event()  # set once the weights are freed, on an engine's request
         self.changed: tuple[str, ...] = ()  # tensors an engine has written to; nothing is served from then on
         self._on_report = on_report
+        self._on_detached = on_detached
         self._on_changed = on_changed
         self.device_uuid = _device(exported, address)
         self._state = frames.encode(exported.state(self.device_uuid))
         self._connections: set[_Connection] = set()
         self._release_when_free = False
+        self._unchecked = False  # an engine that could have written has gone since the last look
+        self._checking = asyncio.Lock()
 
     @property
     def leases(self) -> tuple[Lease, ...]:
@@ -192,6 +202,8 @@ class WeightServer:
             except MessageRefused as error:
                 logger.warning("weights: %s", error)
                 await self._last_word(connection, error)
+            except Exception:  # a fault of ours costs one engine its connection, not all of them the weights
+                logger.exception("weights: serving client pid=%d failed", connection.peer.pid)
             finally:
                 self._connections.discard(connection)
                 if connection.lease is not None:
@@ -265,8 +277,7 @@ class WeightServer:
         if differences:
             text = "; ".join(str(difference) for difference in differences)
             return Refusal(reason="mismatch", message=printable(text, limit=4000), fields=names)
-        if self.exported.writable and not self.leases:
-            await self._look_for_changes()
+        await self._look_for_changes()
         if self.changed:
             return Refusal(
                 reason="error",
@@ -292,21 +303,37 @@ class WeightServer:
         if not self.exported.released:
             self.exported.released = True  # before the first await: no lease may begin now
             freed = self.exported.nbytes
-            await run_blocking(self.exported.release)
+            async with self._checking:  # nobody frees what is just being read
+                await run_blocking(self.exported.release)
             logger.info("weights released bytes=%d", freed)
         self.released.set()
 
     async def _lease_ended(self, lease: Lease) -> None:
         logger.info("weights lease ended pid=%d after=%.1fs", lease.pid, time.monotonic() - lease.since)
+        if self._on_detached is not None:
+            await self._on_detached(lease)
         if self.exported.released:
             return
         if self._release_when_free and not self.leases:
             await self._free()
         elif self.exported.writable:
+            self._unchecked = True
             await self._look_for_changes()
 
     async def _look_for_changes(self) -> None:
-        found = await run_blocking(self.exported.changed_tensors)
+        """Compare the weights with what was exported, if an engine has gone since the last time.
+
+        Once a departure and not once an attach: it reads every byte, which takes longer than to map them.
+        """
+        async with self._checking:
+            if not self._unchecked or self.exported.released:
+                return
+            self._unchecked = False
+            try:
+                found = await run_blocking(self.exported.changed_tensors)
+            except RuntimeError:  # torch's and the driver's; what can't be read is not to be served
+                logger.exception("weights: they can't be compared with what was loaded")
+                found = tuple(tensor.name for tensor in self.exported.tensors)
         if found and found != self.changed:
             self.changed = found
             logger.error(

@@ -41,7 +41,7 @@ from warmseed.seeding.channel.messages import (
     decode_answer,
     encode,
 )
-from warmseed.seeding.channel.streams import secure
+from warmseed.seeding.channel.streams import BulkReader, secure
 from warmseed.seeding.channel.tls import check_alpn, client_context, server_name
 from warmseed.seeding.token import Token
 
@@ -97,7 +97,7 @@ class SeedClient:
             AnswerMismatch: the answer is about another artifact, rank or environment.
             ProtocolError: the answer is malformed.
         """
-        async with self._exchange(peer, request) as (answer, reader):
+        async with self._exchange(peer, request) as (answer, reader, _):
             if isinstance(answer, MissAnswer):
                 return None
             if not isinstance(answer, DescribeAnswer):
@@ -126,7 +126,7 @@ class SeedClient:
             ChannelError: everything else that `describe` raises.
         """
         request = FetchRequest(instance=self.instance, sha256=sha256, offset=offset)
-        async with self._exchange(peer, request) as (answer, reader):
+        async with self._exchange(peer, request) as (answer, reader, writer):
             if isinstance(answer, MissAnswer):
                 yield None
                 return
@@ -139,14 +139,17 @@ class SeedClient:
                     f"{peer} offers other bytes than those of {sha256}: {', '.join(fields)} differ; not used",
                     fields=fields,
                 )
-            async with aclosing(self._chunks(peer, answer.length, reader)) as chunks:
+            bulk = BulkReader(reader, writer, size=self._limits.read_buffer)
+            async with aclosing(self._chunks(peer, answer.length, bulk)) as chunks:
                 yield chunks
 
     @asynccontextmanager
-    async def _exchange(self, peer: Endpoint, request: Request) -> AsyncIterator[tuple[Answer, asyncio.StreamReader]]:
+    async def _exchange(
+        self, peer: Endpoint, request: Request
+    ) -> AsyncIterator[tuple[Answer, asyncio.StreamReader, asyncio.StreamWriter]]:
         answer, reader, writer = await self._answered(peer, request)
         try:
-            yield answer, reader
+            yield answer, reader, writer
         finally:
             # Also says "I have everything": the source waits for our end of the connection to close.
             writer.transport.abort()
@@ -267,14 +270,14 @@ class SeedClient:
         except OSError as error:
             raise PeerUnreachable(f"{peer} was lost while it sent {length} bytes: {printable(error)}") from None
 
-    async def _chunks(self, peer: Endpoint, length: int, reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
+    async def _chunks(self, peer: Endpoint, length: int, bulk: BulkReader) -> AsyncGenerator[bytes, None]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limits.transfer_seconds + length / self._limits.stream_rate
         left = length
         while left:
             try:
                 async with asyncio.timeout_at(deadline):
-                    chunk = await reader.read(min(left, self._limits.read_buffer))
+                    chunk = (await bulk.read())[:left]
             except TimeoutError:
                 raise PeerUnreachable(f"{peer} sends too slowly: {left} of {length} bytes are missing") from None
             except OSError as error:

@@ -104,16 +104,18 @@ class SeedServer:
         """
         listeners = await self._bind()
         self.addresses = tuple(listener.getsockname()[:2] for listener in listeners)
+        # No TaskGroup around the caller's block: it would wrap what the block raises.
+        running = asyncio.create_task(self._run(listeners))
+        running.add_done_callback(_report)
         try:
-            async with asyncio.TaskGroup() as group:
-                running = group.create_task(self._run(listeners))
-                try:
-                    yield self
-                finally:
-                    running.cancel()
+            yield self
         finally:
-            for listener in listeners:
-                listener.close()
+            running.cancel()
+            try:
+                await asyncio.wait([running])
+            finally:
+                for listener in listeners:
+                    listener.close()
 
     async def _run(self, listeners: list[socket.socket]) -> None:
         async with asyncio.TaskGroup() as group:
@@ -161,6 +163,8 @@ class SeedServer:
         while True:
             try:
                 sock, address = await loop.sock_accept(listener)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                lobby.add(sock, owner_of(address[0]))
             except OSError as error:
                 # Out of descriptors or memory, or a peer that left already. A silent stranger makes room.
                 self._log.warning("accept", "a seed connection could not be accepted: %s", error.strerror)
@@ -168,14 +172,20 @@ class SeedServer:
                     await asyncio.sleep(_ACCEPT_RETRY_SECONDS)
                 continue
             self.stats.accepted += 1
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            lobby.add(sock, owner_of(address[0]))
             await asyncio.sleep(0)  # a flood of connections must not keep the others from going on
 
     def _arrived(self, group: asyncio.TaskGroup, sock: socket.socket, owner: str) -> None:
-        task = group.create_task(self._visit(sock, owner))
+        task = group.create_task(self._guarded(sock, owner))
         # Also when the task is cancelled before its first line. Whatever else uses it has let go by then.
         task.add_done_callback(lambda _: sock.close())
+
+    async def _guarded(self, sock: socket.socket, owner: str) -> None:
+        try:
+            await self._visit(sock, owner)
+        except Exception:
+            # One peer that meets a bug of ours must not end the listener for all others.
+            self.stats.failed += 1
+            logger.exception("a seed exchange with %s failed", owner)
 
     async def _visit(self, sock: socket.socket, owner: str) -> None:
         limits = self._limits
@@ -237,7 +247,7 @@ class SeedServer:
                 "a peer at %s did not prove that it holds a token (ours: %s): %s",
                 owner,
                 self._key_ids,
-                printable((error.reason if isinstance(error, ssl.SSLError) else error) or "connection lost"),
+                printable(error.reason if isinstance(error, ssl.SSLError) else error) or "connection lost",
             )
         finally:
             if writer is not None and not proven:
@@ -276,11 +286,7 @@ class SeedServer:
             self._log.warning("malformed", "a holder of the token at %s broke the protocol: %s", owner, error)
         except (TimeoutError, OSError) as error:
             self.stats.failed += 1
-            self._log.warning("failed", "the exchange with %s ended early: %s", owner, printable(error or "too slow"))
-        except Exception:
-            # One peer's question that meets a bug of ours must not end the listener for all others.
-            self.stats.failed += 1
-            logger.exception("a seed request from %s failed", owner)
+            self._log.warning("failed", "the exchange with %s ended early: %s", owner, printable(error) or "too slow")
 
     async def _janitor(self) -> None:
         """Take the place of handshakes that dawdle while others wait for one."""
@@ -295,3 +301,8 @@ class SeedServer:
                 with suppress(RuntimeError):  # it ended in this very moment
                     deadline.reschedule(now)
                     self.stats.evicted_handshakes += 1
+
+
+def _report(running: asyncio.Task[None]) -> None:
+    if not running.cancelled() and running.exception() is not None:
+        logger.error("the seed listener ended; this node no longer serves peers", exc_info=running.exception())

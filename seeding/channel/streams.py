@@ -6,7 +6,7 @@ import asyncio
 import socket
 import ssl
 
-__all__ = ["secure"]
+__all__ = ["BulkReader", "secure"]
 
 _SHUTDOWN_SECONDS = 2.0
 
@@ -53,3 +53,72 @@ async def secure(
         raise ConnectionResetError("connection lost")
     protocol.connection_made(transport)
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+class BulkReader(asyncio.BufferedProtocol):
+    """The rest of a connection, for many bytes: TLS decrypts straight into one buffer, which bounds the memory.
+
+    Takes over from the `StreamReader` and `StreamWriter` that `secure` gave; neither reads any more.
+    A stream's own way costs three copies of every byte and a third of the rate.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, size: int) -> None:
+        self._view = memoryview(bytearray(size))
+        self._filled = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: Exception | None = None
+        self._paused = False
+        self._transport: asyncio.Transport = writer.transport  # type: ignore[assignment]  # of TCP, so it reads too
+        self._before = reader
+        self._transport.set_protocol(self)
+        self._ended = reader.at_eof() or self._transport.is_closing()
+        reader.feed_eof()  # what it still holds comes out first
+
+    async def read(self) -> bytes:
+        """What has come, at least one byte and at most the buffer; ``b""`` at the end. The caller sets the deadline.
+
+        Raises:
+            OSError: the connection was lost.
+        """
+        if not self._before.at_eof():
+            return await self._before.read(len(self._view))
+        while not self._filled and not self._ended:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if not self._filled:
+            if self._failure is not None:
+                raise self._failure
+            return b""
+        data = bytes(self._view[: self._filled])
+        self._filled = 0
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+        return data
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._view[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._filled += nbytes
+        if self._filled == len(self._view):
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def eof_received(self) -> bool:
+        self._ended = True
+        self._wake()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended = True
+        self._failure = exc
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.manifest import Manifest, Stored
 
-__all__ = ["Capture", "Evidence", "HealsDisk", "Installation", "Kind", "Site", "Verdict"]
+__all__ = ["Capture", "Evidence", "HealsDisk", "Installation", "Kind", "Overrulable", "Site", "Verdict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,5 +131,22 @@ class HealsDisk(Protocol):
 
         Raises:
             OSError: when the disk does not let us; nothing is lost then.
+        """
+        ...
+
+
+@runtime_checkable
+class Overrulable(Protocol):
+    """A kind whose local cache the fleet can overrule at the next start, by denying its digest or pinning another."""
+
+    def held(self, site: Site) -> tuple[str, ...]:
+        """Digests of the payloads that what lies here was installed from, or published as."""
+        ...
+
+    def set_aside(self, site: Site, why: str) -> None:
+        """Take the local cache out of the engine's sight, good as it may be; it is kept.
+
+        Raises:
+            OSError: when the disk does not let us.
         """
         ...

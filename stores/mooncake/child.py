@@ -20,7 +20,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-MISSING, NOT_READY, NO_ROOM = -704, -703, -200
+MISSING, NOT_READY, NO_ROOM, TOO_SMALL = -704, -703, -200, -600
+CHANGING = (MISSING, NOT_READY, TOO_SMALL)  # what a read gives when the value is replaced by a longer one meanwhile
 RETRIES = 6
 PAUSE = 0.01  # seconds before the second look at a value that is being replaced
 
@@ -60,24 +61,23 @@ class Client:
         """Bytes of each object, or an error code."""
         return [self.store.get_size(name) for name in names]
 
-    def fetch(self, name: str, at: int, room: int, stable: bool) -> int:
-        """Bytes read to `at`; `stable`: read twice, so that a value that is just being replaced is not mixed up."""
+    def fetch(self, name: str, at: int, room: int) -> int:
+        """Bytes read to `at`, or the size of an object for which half of `room` is too small.
+
+        Read twice, so that a value that is just being replaced is never a mixture.
+        """
         for attempt in range(RETRIES):
             size = self.store.get_size(name)
-            if size == NOT_READY:
-                time.sleep(PAUSE * 2**attempt)
-                continue
-            if size < 0 or size > room or (stable and 2 * size > room):
-                return size
-            got = self.store.get_into(name, self.base + at, size)
-            if got != size or not stable:
-                if got in (MISSING, NOT_READY):
-                    time.sleep(PAUSE * 2**attempt)
-                    continue
-                return got
-            again = self.store.get_into(name, self.base + at + size, size)
-            if again == size and self.store.get_size(name) == size and self.same(at, at + size, size):
-                return size
+            if size != NOT_READY:
+                if size < 0 or 2 * size > room:
+                    return size
+                got = self.store.get_into(name, self.base + at, size)
+                if got < 0 and got not in CHANGING:
+                    return got
+                if got == size:
+                    again = self.store.get_into(name, self.base + at + size, size)
+                    if again == size and self.store.get_size(name) == size and self.same(at, at + size, size):
+                        return size
             time.sleep(PAUSE * 2**attempt)
         return NOT_READY
 

@@ -71,20 +71,23 @@ class Helper:
 
     async def aclose(self) -> None:
         """End the child and wait for it."""
-        if self._running is not None:
-            self._running.kill(_CLOSING)
-            await self._running.gone()
+        running, self._running = self._running, None
+        if running is not None:
+            running.kill(_CLOSING)
+            await running.gone()
 
     async def _alive(self) -> _Running:
         async with self._starting:
             if self._running is None or self._running.dead:
                 if self._running is not None:
                     await self._running.gone()
-                self._running = await self._start()
+                await self._start()
+            if self._running is None:
+                raise StoreUnavailable(f"{self._name}: the store is closed")
             return self._running
 
-    async def _start(self) -> _Running:
-        running = await _spawn(self._python, self._memory, self._name, self._kill_after)
+    async def _start(self) -> None:
+        running = self._running = await _spawn(self._python, self._memory, self._name, self._kill_after)
         config = self._config
         try:
             async with asyncio.timeout(_START):
@@ -118,7 +121,6 @@ class Helper:
             running.kill("it could not be set up")
             raise StoreUnavailable(f"{self._name}: {_why(event, config, running.last_words())}; treated as a miss")
         running.begin()
-        return running
 
 
 class _Running:
@@ -273,7 +275,8 @@ async def probe(python: str, *, name: str) -> None:
         raise ConfigurationError(f"{error}; set helper_python to an interpreter that has mooncake") from error
     try:
         async with asyncio.timeout(30):
-            await running.send({"probe": True})
+            with contextlib.suppress(StoreUnavailable):  # it ended at once; the event says so too
+                await running.send({"probe": True})
             event = await running.event()
     except TimeoutError:
         event = {"event": "import", "error": "no answer within 30 s"}

@@ -12,6 +12,7 @@ from warmseed.stores.mooncake.layout import PART, SMALL
 
 __all__ = ["Region", "SharedMemory"]
 
+_KEEP = 30.0  # seconds for which pages that nobody uses are kept
 _LARGE, _SMALL = 4, 16  # regions of each size; pages cost nothing until they are used
 
 
@@ -52,8 +53,10 @@ class SharedMemory:
         self.fd = os.memfd_create(f"warmseed-{name}", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, self.size)
         self.map = mmap.mmap(self.fd, self.size)
-        self._large: asyncio.Queue[Region] = asyncio.Queue()
+        # Last in, first out: a region that was used a moment ago has its pages already.
+        self._large: asyncio.LifoQueue[Region] = asyncio.LifoQueue()
         self._small: asyncio.Queue[Region] = asyncio.Queue()
+        self._idle: asyncio.TimerHandle | None = None
         for index in range(_LARGE):
             self._large.put_nowait(Region(self, index * PART, PART))
         for index in range(_SMALL):
@@ -65,7 +68,11 @@ class SharedMemory:
 
     async def take_large(self) -> Region:
         """A region of `PART` bytes; waits until one is free. The caller releases it."""
-        return await self._large.get()
+        region = await self._large.get()
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        return region
 
     @asynccontextmanager
     async def small(self) -> AsyncIterator[Region]:
@@ -77,16 +84,24 @@ class SharedMemory:
             region.release()
 
     def give_back(self, region: Region) -> None:
-        """Take a region back; when no large one is in use any more, their memory returns to the system."""
+        """Take a region back; when no large one was in use for a while, their memory returns to the system."""
         if region.size != PART:
             self._small.put_nowait(region)
             return
         self._large.put_nowait(region)
         if self._large.qsize() == _LARGE and not self.map.closed:
+            # Not at once: filling fresh pages costs as much processor time as the transfer itself.
+            self._idle = asyncio.get_running_loop().call_later(_KEEP, self._free)
+
+    def _free(self) -> None:
+        self._idle = None
+        if not self.map.closed and self._large.qsize() == _LARGE:
             self.map.madvise(mmap.MADV_REMOVE, 0, _LARGE * PART)
 
     def close(self) -> None:
         """Unmap; the client process must be gone."""
+        if self._idle is not None:
+            self._idle.cancel()
         if not self.map.closed:
             self.map.close()
             os.close(self.fd)

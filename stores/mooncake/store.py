@@ -92,7 +92,7 @@ class MooncakeStore(BaseStore):
     async def _look(self, key: str) -> bytes | Parts | int | None:
         """The small object itself, its parts, or the size of a large one that lies raw (another writer's)."""
         async with self._memory.small() as region:
-            size = await self._number("fetch", region, name=key, at=region.at, room=region.size, stable=True)
+            size = await self._number("fetch", region, name=key, at=region.at, room=region.size)
             if size in _MISSING:
                 return None
             if size < 0:
@@ -162,12 +162,18 @@ class MooncakeStore(BaseStore):
             written: list[str] = []
             try:
                 await self._write_parts(key, parts, body, written)
+                await self._check_parts(key, parts)
                 await self._replace(key, parts.encode())
             except BaseException:
                 self._forget_later(written)
                 raise
         if old is not None:
-            await self._remove(old.names)
+            await self._remove(old.names, force=False)
+
+    async def _check_parts(self, key: str, parts: Parts) -> None:
+        """That no part was evicted to make room for a later one; the question also leases them for a while."""
+        if parts.names and await self._numbers("sizes", names=parts.names) != parts.sizes():
+            raise StoreFull(f"{self.name}: no room for {key}: its first parts were evicted for the last; nothing kept")
 
     async def _check_file(self, key: str, body: Body) -> None:
         if body.path is not None:
@@ -219,7 +225,7 @@ class MooncakeStore(BaseStore):
     async def _list_under(self, key: str) -> Parts | None:
         """The parts that a write of `key` makes useless."""
         async with self._memory.small() as region:
-            size = await self._number("fetch", region, name=key, at=region.at, room=region.size, stable=True)
+            size = await self._number("fetch", region, name=key, at=region.at, room=region.size)
             if 0 < size <= SMALL:
                 with contextlib.suppress(ObjectInvalid):
                     return decode(region.read(0, size), store=self.name, key=key)
@@ -231,10 +237,10 @@ class MooncakeStore(BaseStore):
         codes = await self._numbers("remove", names=[key, *(old.names if old else [])], force=True)
         return codes[0] == 0
 
-    async def _remove(self, names: Sequence[str]) -> None:
-        """Let parts go; those that somebody is reading stay until they are evicted."""
+    async def _remove(self, names: Sequence[str], *, force: bool) -> None:
+        """Let parts go; without `force` those that somebody is reading stay until they are evicted."""
         if names:
-            codes = await self._numbers("remove", names=list(names), force=False)
+            codes = await self._numbers("remove", names=list(names), force=force)
             for code in codes:
                 if code < 0 and code not in _MISSING and code != _LEASED:
                     raise self._failure(code, "removing old parts")
@@ -242,7 +248,7 @@ class MooncakeStore(BaseStore):
     def _forget_later(self, names: Sequence[str]) -> None:
         """Remove the parts of a write that failed, without making its caller wait."""
         if names and self._helper.pid is not None:
-            task = asyncio.get_running_loop().create_task(self._remove(names))
+            task = asyncio.get_running_loop().create_task(self._remove(names, force=True))
             self._cleaning.add(task)
             task.add_done_callback(self._cleaning.discard)
             task.add_done_callback(lambda done: done.cancelled() or done.exception())

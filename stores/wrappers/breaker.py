@@ -14,7 +14,7 @@ from warmseed.stores.base import Body, ObjectInfo, ObjectReader, Store
 from warmseed.stores.errors import StoreError, StoreTimeout, StoreUnavailable
 from warmseed.stores.wrappers.base import Wrapper
 
-__all__ = ["PROBE_KEY", "Breaker", "BreakerOpen"]
+__all__ = ["PROBE_KEY", "Breaker", "BreakerOpen", "breaker_state"]
 
 _log = logging.getLogger(__name__)
 PROBE_KEY = "warmseed/probe"  # never written; a store that can say so is alive
@@ -129,6 +129,15 @@ class Breaker(Wrapper):
             self._probe.cancel()
             await asyncio.gather(self._probe, return_exceptions=True)
         await self.inner.aclose()
+
+
+def breaker_state(store: Store) -> str:
+    """The state of the breaker among the wrappers of `store`; ``closed`` if there is none."""
+    while isinstance(store, Wrapper):
+        if isinstance(store, Breaker):
+            return store.state
+        store = store.inner
+    return "closed"
 
 
 class _WatchedReader:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 from tests.support.media import folder_medium
 
+from warmseed.stores.base import Store
 from warmseed.stores.chain import Chain
 from warmseed.stores.contained import Contained
 from warmseed.stores.disk import DiskStore
 from warmseed.stores.folder import FolderStore
 from warmseed.stores.registry import wrap
 from warmseed.stores.wrappers import Breaker, NegativeCache, Retry, SingleFlight, Verifying
+from warmseed.testing.fake_store import FakeStore
 from warmseed.testing.store_contract import Medium, StoreContract
 
 GIB = 1 << 30
@@ -85,3 +88,26 @@ class TestChainSeenFromItsSharedTier(StoreContract):
 class TestChainWithoutDisk(StoreContract):
     def medium(self, folder: Path) -> AbstractAsyncContextManager[Medium]:
         return folder_medium(lambda: Chain(None, [shared(folder)]), folder / "shared")
+
+
+class FakeMedium(Medium):
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.store = FakeStore(objects=self.objects)
+
+    async def raw_read(self, key: str) -> bytes | None:
+        return self.objects.get(key)
+
+    async def raw_write(self, key: str, data: bytes) -> None:
+        self.objects[key] = data
+
+    async def reopen(self) -> Store:
+        return FakeStore(objects=self.objects)
+
+
+class TestFakeStore(StoreContract):
+    memory_bytes = 320 << 20  # it keeps everything
+
+    @asynccontextmanager
+    async def medium(self, folder: Path) -> AsyncIterator[Medium]:
+        yield FakeMedium()

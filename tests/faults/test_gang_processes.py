@@ -190,7 +190,7 @@ def test_a_stranger_without_the_secret_neither_joins_nor_disturbs(gang: Gang) ->
 def test_silent_connections_do_not_hold_the_group_up(gang: Gang) -> None:
     for rank in range(4):
         gang.start(rank, [A])
-    silent = []
+    silent: list[socket.socket] = []
     until = time.monotonic() + 30
     while len(silent) < 30 and time.monotonic() < until:
         try:

@@ -18,6 +18,7 @@ from tests.support.channel import (
     fetched,
     run,
     serving,
+    until,
 )
 
 from warmseed.blocking import run_blocking
@@ -34,6 +35,7 @@ from warmseed.seeding.channel.errors import (
 )
 from warmseed.seeding.channel.server import SeedServer
 from warmseed.seeding.channel.source import Described, Refused, Warming
+from warmseed.seeding.channel.streams import BulkReader
 from warmseed.seeding.environment import Environment
 from warmseed.stores.errors import StoreUnavailable
 
@@ -121,10 +123,13 @@ def test_an_object_of_another_length_than_the_manifest_says_is_refused_before_it
 def test_dialling_oneself_is_noticed() -> None:
     async def main() -> None:
         token, instance = a_token(), new_instance()
-        client = await a_client(token, instance=instance)
-        async with serving(a_source(), [token], instance=instance) as (_, peer):
+        client, source = await a_client(token, instance=instance), a_source()
+        async with serving(source, [token], instance=instance) as (_, peer):
             with pytest.raises(SelfDialled):
                 await client.describe(peer, a_request(client))
+            with pytest.raises(SelfDialled):
+                await fetched(client, peer, OBJECT_DIGEST, length=len(OBJECT))
+        assert source.requests == []
 
     run(main())
 
@@ -237,3 +242,68 @@ def test_a_bug_in_the_source_costs_one_exchange_and_not_the_listener() -> None:
             assert await client.describe(peer, a_request(client, world_rank=4)) is None
 
     run(main())
+
+
+def test_a_slow_reader_gets_every_byte_and_is_never_sent_ahead_of_itself() -> None:
+    async def main() -> None:
+        token, source = a_token(), a_source()
+        content = OBJECT * 16
+        digest = hashlib.sha256(content).hexdigest()
+        source.objects[digest] = content
+        client = await a_client(token)
+        async with serving(source, [token]) as (server, peer):
+            async with client.fetch(peer, digest, length=len(content)) as chunks:
+                assert chunks is not None
+                first = await anext(chunks)
+                for _ in range(200):
+                    await asyncio.sleep(0.001)
+                # What the source has handed out fits both ends' buffers and the kernel's: the rest waits there.
+                assert server.counters()["payload_bytes"] < len(content)
+                rest = [first]
+                async for chunk in chunks:
+                    rest.append(chunk)
+                    assert len(chunk) <= 256 << 10
+                    await asyncio.sleep(0)
+            assert b"".join(rest) == content
+
+    run(main())
+
+
+def test_leaving_a_stream_early_frees_the_source() -> None:
+    async def main() -> None:
+        token, source = a_token(), a_source()
+        source.objects[OBJECT_DIGEST] = OBJECT * 8
+        client = await a_client(token)
+        async with serving(source, [token]) as (server, peer):
+            async with client.fetch(peer, OBJECT_DIGEST, length=8 * len(OBJECT)) as chunks:
+                assert chunks is not None
+                await anext(chunks)
+            await until(lambda: server.counters()["sessions"] == 0)
+            assert await client.describe(peer, a_request(client)) is not None
+
+    run(main())
+
+
+def test_what_the_block_around_a_listener_raises_comes_out_as_it_is() -> None:
+    async def main() -> None:
+        async with serving(a_source(), [a_token()]):
+            raise LookupError("from the block")
+
+    with pytest.raises(LookupError, match="from the block"):
+        run(main())
+
+
+def test_a_bulk_reader_of_a_connection_that_is_gone_already_ends_at_once() -> None:
+    async def main() -> None:
+        async with serving(a_source(), [a_token()]) as (_, peer):
+            reader, writer = await asyncio.open_connection(peer.host, peer.port)
+            reader.feed_data(b"last words")
+            writer.transport.abort()
+            await asyncio.sleep(0)
+            bulk = BulkReader(reader, writer, size=4)
+            said = b""
+            while piece := await bulk.read():
+                said += piece
+            assert said == b"last words"
+
+    run(main(), seconds=5)

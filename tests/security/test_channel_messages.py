@@ -8,18 +8,25 @@ import struct
 import tracemalloc
 
 import pytest
-from tests.support.channel import a_client, a_request, a_source, a_token, run, serving, until
+from tests.support.channel import a_client, a_request, a_source, a_token, fetched, run, serving, until
 
 from warmseed.blocking import run_blocking
 from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.channel.endpoint import Endpoint
-from warmseed.seeding.channel.errors import AnswerMismatch, ChannelError, ProtocolError
+from warmseed.seeding.channel.errors import (
+    AnswerMismatch,
+    ChannelError,
+    PeerUnreachable,
+    ProtocolError,
+    SelfDialled,
+)
 from warmseed.seeding.channel.frames import ANSWER_BYTES, REQUEST_BYTES, body_length, frame
 from warmseed.seeding.channel.limits import ServerLimits
 from warmseed.seeding.channel.messages import (
     BusyAnswer,
     DescribeAnswer,
     DescribeRequest,
+    FetchAnswer,
     FetchRequest,
     MissAnswer,
     RefusedAnswer,
@@ -283,6 +290,16 @@ def test_an_answer_from_a_hostile_source_is_checked() -> None:
             with pytest.raises(AnswerMismatch, match=field) as caught:
                 await client.describe(peer, asked)
             assert caught.value.fields == (field,)
+        reply = frame(encode(DescribeAnswer(**(right | {"instance": client.instance}))), limit=ANSWER_BYTES)  # type: ignore[arg-type]
+        with pytest.raises(SelfDialled):
+            await client.describe(peer, asked)
+        # All there is arrives at once, end included, before anyone has asked for the bytes.
+        head = encode(FetchAnswer(instance=INSTANCE, sha256="a0" * 32, offset=0, length=100))
+        reply = frame(head, limit=ANSWER_BYTES) + b"x" * 10
+        with pytest.raises(PeerUnreachable, match="90 bytes before the end"):
+            await fetched(client, peer, "a0" * 32, length=100)
+        reply = frame(head, limit=ANSWER_BYTES) + b"x" * 150
+        assert await fetched(client, peer, "a0" * 32, length=100) == b"x" * 100
         for reply in (  # noqa: B007 - `serve` sends it
             struct.pack("!I", 2**31),
             struct.pack("!I", ANSWER_BYTES + 1),

@@ -19,6 +19,7 @@ from tests.support.chaos import Faults, chaos
 from warmseed.blocking import run_blocking
 from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.channel.frames import REQUEST_BYTES, frame
+from warmseed.seeding.channel.logs import Throttled
 from warmseed.seeding.channel.tls import server_context
 from warmseed.seeding.token import TLS_CA_LABEL, TOKEN_VARIABLE, Token, new_token, parse_token
 
@@ -124,3 +125,34 @@ def test_a_hostile_text_reaches_the_log_escaped_and_cut(caplog: pytest.LogCaptur
         if record.name.startswith("warmseed"):
             assert record.getMessage().isprintable()
             assert len(record.getMessage()) < 600
+
+
+def test_strangers_can_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        token = await run_blocking(lambda: parse_token(new_token().reveal()))
+        other = await a_client(parse_token(new_token().reveal()))
+        async with serving(a_source(), [token]) as (server, peer):
+            for _ in range(30):
+                with pytest.raises(ChannelError):
+                    await other.describe(peer, a_request(other))
+            await until(lambda: server.stats.rejected == 30)
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    lines = [record.getMessage() for record in caplog.records if "did not prove" in record.getMessage()]
+    assert len(lines) == 1
+
+
+def test_a_held_back_log_line_is_counted_in_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    log = Throttled(logging.getLogger("warmseed.test"), seconds=10, clock=lambda: now)
+    for _ in range(5):
+        log.warning("full", "turned away %s", "10.0.0.1")
+    log.warning("rejected", "another subject")
+    now = 111.0
+    log.warning("full", "turned away %s", "10.0.0.2")
+    assert [record.getMessage() for record in caplog.records] == [
+        "turned away 10.0.0.1",
+        "another subject",
+        "turned away 10.0.0.2 (and 4 more since the last such line)",
+    ]

@@ -23,7 +23,9 @@ from warmseed.seeding.channel import tls
 from warmseed.seeding.channel.client import SeedClient, new_instance
 from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.errors import ChannelError, PeerRejected, PeerUnreachable
+from warmseed.seeding.channel.frames import frame
 from warmseed.seeding.channel.limits import ClientLimits, ServerLimits
+from warmseed.seeding.channel.messages import FetchRequest, encode
 from warmseed.seeding.channel.tls import ALPN, client_context, server_context, server_name
 from warmseed.seeding.token import TLS_CA_LABEL, Token
 
@@ -280,9 +282,11 @@ def test_sessions_are_never_resumed() -> None:
         token = a_token()
         context = await run_blocking(client_context, token)
         async with serving(a_source(), [token]) as (_, peer):
-            _, writer = await asyncio.open_connection(
+            reader, writer = await asyncio.open_connection(
                 peer.host, peer.port, ssl=context, server_hostname=server_name(token.key_id)
             )
+            writer.write(frame(encode(FetchRequest(instance=new_instance(), sha256="00" * 32, offset=0)), limit=1024))
+            assert await reader.readexactly(4)  # tickets would have come before this
             session = writer.get_extra_info("ssl_object").session
             assert session is None or not session.has_ticket
             writer.transport.abort()

@@ -17,7 +17,7 @@ def main() -> None:
 
     store = MooncakeDistributedStore()
     more = {"tenant_id": sys.argv[2]} if len(sys.argv) > 2 else {}
-    code = store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 512 << 20, "tcp", "", sys.argv[1], **more)
+    code = store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 30, "tcp", "", sys.argv[1], **more)
     out.write(json.dumps(code) + "\n")
     pinned = ReplicateConfig()
     pinned.with_hard_pin = True
@@ -32,6 +32,10 @@ def main() -> None:
             answer = store.put(key, bytes.fromhex(value))
         elif method == "upsert":
             answer = store.upsert(key, bytes.fromhex(value), pinned)
+        elif method == "put-zeros":
+            answer = store.put(key, bytes(value << 20))
+        elif method == "remove-all":
+            answer = store.remove_all(True)
         elif method == "fill":  # unpinned objects of a mebibyte
             answer = [store.put(f"{key}/{i}", os.urandom(1 << 20)) for i in range(value)]
         elif method == "fill-pinned":

@@ -105,9 +105,16 @@ class Mooncake:
         ]
         self.master = self.stack.enter_context(running(command, self.folder / "master.log", GLOG_minloglevel="2"))
         health = f"http://127.0.0.1:{self.metrics}/health"
-        wait_until(lambda: listening(self.rpc) and answers(health, b'"service_ready":true'), "mooncake_master")
+        master = self.master
 
-    def start_node(self) -> subprocess.Popen[bytes]:
+        def ready() -> bool:
+            if master.poll() is not None:
+                raise RuntimeError(f"mooncake_master ended with {master.returncode}; see {self.folder}/master.log")
+            return listening(self.rpc) and answers(health, b'"service_ready":true')
+
+        wait_until(ready, "mooncake_master")
+
+    def start_node(self, metadata: str = "P2PHANDSHAKE") -> subprocess.Popen[bytes]:
         before = len(self.segments())
         command = [
             program("mooncake_client"),
@@ -115,7 +122,7 @@ class Mooncake:
             f"--port={free_port()}",
             f"--global_segment_size={self.segment}",
             f"--master_server_address=127.0.0.1:{self.rpc}",
-            "--metadata_server=P2PHANDSHAKE",
+            f"--metadata_server={metadata}",
             "--protocol=tcp",
         ]
         node = self.stack.enter_context(running(command, self.folder / "node.log", MC_LOG_LEVEL="ERROR"))
@@ -128,7 +135,7 @@ class Mooncake:
             return http_get(f"http://127.0.0.1:{self.metrics}/get_all_segments").decode().split()
         return []
 
-    def keys(self) -> list[str]:
+    def all_keys(self) -> list[str]:
         return http_get(f"http://127.0.0.1:{self.metrics}/get_all_keys").decode().split()
 
     def clear(self) -> None:
@@ -184,11 +191,14 @@ class RawMooncake:
         self._read()
 
     def ask(self, method: str, key: str, value: object = None) -> object:
+        self.begin(method, key, value)
+        return self._read()
+
+    def begin(self, method: str, key: str, value: object = None) -> None:
         if self._process.stdin is None:
             raise RuntimeError("the raw client has no input")
         self._process.stdin.write(json.dumps([method, key, value]).encode() + b"\n")
         self._process.stdin.flush()
-        return self._read()
 
     def get(self, key: str) -> bytes | None:
         """The object under `key`, put together if it lies in parts."""

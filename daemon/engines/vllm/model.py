@@ -35,8 +35,10 @@ def join_groups(config: VllmConfig, *, rank: int, world_size: int, local_rank: i
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.distributed.parallel_state import set_custom_all_reduce
     from vllm.platforms import current_platform
 
+    set_custom_all_reduce(False)  # its buffers are for serving, and the daemons only ever meet
     parallel = config.parallel_config
     device = torch.device("cpu") if current_platform.is_cpu() else torch.device("cuda", local_rank)
     if device.type == "cuda":

@@ -23,7 +23,7 @@ from warmseed.seeding.kinds.autotune.layout import (
 from warmseed.seeding.kinds.autotune.local import LocalTable, Standing, examine_table, list_stores
 from warmseed.seeding.kinds.autotune.managed import ManagedStore, encode_stores, entry_paths
 from warmseed.seeding.kinds.autotune.provenance import describe
-from warmseed.seeding.kinds.autotune.undo import remember_managed
+from warmseed.seeding.kinds.autotune.undo import remember_digest, remember_managed
 from warmseed.seeding.kinds.base import Capture, Site
 
 __all__ = ["capture_tables"]
@@ -90,6 +90,7 @@ def _captured(
     digest = hashlib.sha256(data).hexdigest()
     with held_folder(site.state / "tables" / "captured", create=True) as folder:
         replace_file(folder, digest, data)
+    remember_digest(site.state, label(site), digest)
     key = ArtifactKey(
         kind=KIND,
         config_hash=site.config_hash,

@@ -58,7 +58,8 @@ class TableMember:
                 continue
             self._candidates[manifest.run] = candidate
             offers.append(Offer(manifest.run, manifest.issued_at))
-        self._held = await run_blocking(self._local_run)
+        if not await self._adopter.overruled(self._kind, self._site):
+            self._held = await run_blocking(self._local_run)
         if self._held and self._held not in self._candidates:
             offers.append(Offer(self._held, 0))
         return offers

@@ -28,7 +28,16 @@ from warmseed.seeding.kinds.autotune.layout import (
 from warmseed.seeding.kinds.autotune.local import LocalTable, Standing, examine_table, heal_table
 from warmseed.seeding.kinds.autotune.managed import ManagedStore, decode_stores, entry_paths
 from warmseed.seeding.kinds.autotune.table import Table, parse_table
-from warmseed.seeding.kinds.autotune.undo import Undo, forget, managed_files, recall, remember, remember_managed
+from warmseed.seeding.kinds.autotune.undo import (
+    Undo,
+    forget,
+    managed_files,
+    recall,
+    remember,
+    remember_digest,
+    remember_managed,
+    remembered_digest,
+)
 from warmseed.seeding.kinds.autotune.usage import new_keys_of, usage_of, verdict
 from warmseed.seeding.kinds.base import Capture, Evidence, Installation, Site, Verdict
 from warmseed.seeding.manifest import Manifest
@@ -45,12 +54,12 @@ class FlashInferAutotune:
     `Site.roots` says which homes the engine reads: ``flashinfer_autotune`` is the v1 root (the folder of
     ``<config hash>/``), ``flashinfer_autotune_v2`` the managed store's root (the folder of ``v2/``). What was
     captured from one is converted for the other. `overlap` says who wins where this node and the seeded table
-    tuned the same operation: ranks of a group need ``seeded``, see `install.merge`.
+    tuned the same operation; ranks of a group need ``seeded``, see `install.merge`.
     """
 
     name = KIND
 
-    def __init__(self, *, overlap: Literal["local", "seeded"] = "local", allow_wildcards: bool = False) -> None:
+    def __init__(self, *, overlap: Literal["local", "seeded"] = "seeded", allow_wildcards: bool = False) -> None:
         self.overlap: Literal["local", "seeded"] = overlap
         self._allow_wildcards = allow_wildcards
 
@@ -167,7 +176,8 @@ class FlashInferAutotune:
         previous = local.data if local is not None and local.standing is Standing.GOOD else None
         replaced: dict[str, bytes] = {}
         placed: list[Placed] = []
-        remember(site.state, manifest.sha256, manifest.generation, Undo(table=previous))
+        keys = tuple(table.entries) if table is not None else tuple(key for store in stores for key in store.entries)
+        remember(site.state, manifest.sha256, manifest.generation, Undo(table=previous, keys=keys))
         try:
             if MANAGED_ROOT in wanted:
                 for store in stores:
@@ -186,8 +196,10 @@ class FlashInferAutotune:
         except BaseException:
             _take_back_entries(site, files, replaced)
             raise
-        keys = tuple(table.entries) if table is not None else tuple(key for store in stores for key in store.entries)
-        remember(site.state, manifest.sha256, manifest.generation, Undo(table=previous, keys=keys, entries=replaced))
+        remember_digest(site.state, label(site), manifest.sha256)
+        if replaced:
+            undo = Undo(table=previous, keys=keys, entries=replaced)
+            remember(site.state, manifest.sha256, manifest.generation, undo)
         _log.info(
             "installed table sha256=%s generation=%d added=%d kept=%d left_out=%d",
             manifest.sha256[:12],
@@ -214,7 +226,7 @@ class FlashInferAutotune:
             return False
         if MANAGED_ROOT in site.roots:
             names = managed_files(site.state, label(site))
-            return bool(names) and all((site.roots[MANAGED_ROOT] / name).is_file() for name in names)
+            return bool(names) and all(_has_content(site.roots[MANAGED_ROOT] / name) for name in names)
         return True
 
     def heal(self, site: Site) -> tuple[str, ...]:
@@ -263,7 +275,16 @@ class FlashInferAutotune:
             move_aside(path, site.state, reason="probation", detail=detail)
         _put_back(site, undo)
         remember_managed(site.state, label(site), ())
+        remember_digest(site.state, label(site), "")
         forget(site.state, installation.sha256, installation.generation)
+
+    def held(self, site: Site) -> tuple[str, ...]:
+        """Digests of what the local table was installed from or published as, and of the v1 file as it is."""
+        found = [remembered_digest(site.state, label(site))]
+        if PER_RANK_ROOT in site.roots:
+            local = examine_table(per_rank_path(site), self.environment(site))
+            found.append(hashlib.sha256(local.data).hexdigest() if local.data else "")
+        return tuple(digest for digest in dict.fromkeys(found) if digest)
 
     def set_aside(self, site: Site, why: str) -> None:
         """Move this rank's local table aside, good as it is, so that nothing hits.
@@ -279,6 +300,7 @@ class FlashInferAutotune:
                 move_aside(path, site.state, reason="gang", detail=why)
         if MANAGED_ROOT in site.roots:
             remember_managed(site.state, label(site), ())
+        remember_digest(site.state, label(site), "")
 
     def reference_manifest(self, payload: Path, site: Site, *, issued_at: int, publisher: str) -> Manifest:
         """A description of an unsigned table that stock vLLM stored, as if this node had published it.
@@ -314,6 +336,14 @@ class FlashInferAutotune:
 def _installed_path(site: Site, name: str) -> tuple[Path | None, str]:
     root, _, relative = name.partition("/")
     return (site.roots[root] / relative, root) if root in site.roots else (None, root)
+
+
+def _has_content(path: Path) -> bool:
+    """Whether FlashInfer could serve this entry; after a power cut it may be there and empty."""
+    try:
+        return path.stat(follow_symlinks=False).st_size > 0
+    except OSError:
+        return False
 
 
 def _still(path: Path, digest: str) -> bool:

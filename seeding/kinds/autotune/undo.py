@@ -8,7 +8,16 @@ import msgspec
 
 from warmseed.seeding.kinds.autotune.files import held_folder, read_file, replace_file
 
-__all__ = ["Undo", "forget", "managed_files", "recall", "remember", "remember_managed"]
+__all__ = [
+    "Undo",
+    "forget",
+    "managed_files",
+    "recall",
+    "remember",
+    "remember_digest",
+    "remember_managed",
+    "remembered_digest",
+]
 
 _LIMIT = 16 << 20  # bytes of one record
 
@@ -22,13 +31,14 @@ class Undo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def remember(state: Path, sha256: str, generation: int, undo: Undo) -> None:
-    """Keep `undo` on disk before anything is replaced.
+    """Keep `undo` on disk before anything is replaced; durably, if there is something to put back.
 
     Raises:
         OSError: if warmseed's own folder can't be written.
     """
+    durable = undo.table is not None or bool(undo.entries)
     with held_folder(state / "tables" / "undo", create=True) as folder:
-        replace_file(folder, _name(sha256, generation), msgspec.json.encode(undo))
+        replace_file(folder, _name(sha256, generation), msgspec.json.encode(undo), durable=durable)
 
 
 def recall(state: Path, sha256: str, generation: int) -> Undo:
@@ -56,7 +66,7 @@ def remember_managed(state: Path, label: str, files: tuple[str, ...]) -> None:
         OSError: if warmseed's own folder can't be written.
     """
     with held_folder(state / "tables" / "managed", create=True) as folder:
-        replace_file(folder, f"{label}.json", msgspec.json.encode(files))
+        replace_file(folder, f"{label}.json", msgspec.json.encode(files), durable=False)  # lost: adopted once more
 
 
 def managed_files(state: Path, label: str) -> tuple[str, ...]:
@@ -70,6 +80,25 @@ def managed_files(state: Path, label: str) -> tuple[str, ...]:
         return () if data is None else msgspec.json.decode(data, type=tuple[str, ...])
     except msgspec.DecodeError:
         return ()
+
+
+def remember_digest(state: Path, label: str, sha256: str) -> None:
+    """Note which payload a rank's table was installed from or captured as; empty for none.
+
+    Raises:
+        OSError: if warmseed's own folder can't be written.
+    """
+    with held_folder(state / "tables" / "held", create=True) as folder:
+        replace_file(folder, label, sha256.encode(), durable=False)  # lost: a pin installs it once more
+
+
+def remembered_digest(state: Path, label: str) -> str:
+    """The digest noted, or an empty text.
+
+    Raises:
+        OSError: if warmseed's own folder can't be read.
+    """
+    return (read_file(state / "tables" / "held" / label, 64) or b"").decode("ascii", "replace")
 
 
 def _name(sha256: str, generation: int) -> str:

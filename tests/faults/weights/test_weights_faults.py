@@ -384,12 +384,54 @@ class TestChangedWeights:
         assert caught.value.reason == "error"
         assert "changed" in caplog.text
 
+    def test_are_looked_for_when_an_engine_has_gone_and_never_while_one_attaches(self, server: WeightServer) -> None:
+        segment = server.exported.segments[0]
+        assert isinstance(segment, WritableSegment)
+        before = segment.looks
+        first = attach(server.address, fingerprint())
+        second = attach(server.address, fingerprint())
+        assert segment.looks == before
+        first.close()
+        eventually(lambda: segment.looks == before + 1, "nobody looked")
+        second.close()
+        eventually(lambda: segment.looks == before + 2, "nobody looked")
+        attach(server.address, fingerprint()).close()
+
+    def test_that_can_not_be_read_are_served_to_nobody(self, server: WeightServer) -> None:
+        segment = server.exported.segments[0]
+        assert isinstance(segment, WritableSegment)
+        attachment = attach(server.address, fingerprint())
+        segment.broken = True
+        attachment.close()
+        eventually(lambda: bool(server.changed), "nobody noticed")
+        with pytest.raises(WeightCacheUnavailable):
+            attach(server.address, fingerprint())
+        assert get_memory(server.address).leases == 0
+
 
 class WritableSegment(MemfdSegment):
     sums: tuple[int, ...] = (1,)
+    looks = 0
+    broken = False
 
     def checksum(self) -> tuple[int, ...]:  # type: ignore[override]
+        self.looks += 1
+        if self.broken:
+            raise RuntimeError("an illegal memory access was encountered")
         return self.sums
+
+
+def test_a_fault_of_the_daemons_own_costs_one_engine_its_connection_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(tmp_path / "s") as server:
+        with monkeypatch.context() as broken:
+            broken.setattr(server, "_refusal", None)
+            with pytest.raises(WeightCacheUnavailable) as caught:
+                attach(server.address, fingerprint())
+            assert caught.value.reason == "error"
+        attach(server.address, fingerprint()).close()
+    assert "failed" in caplog.text
 
 
 class TestSeveralAddresses:

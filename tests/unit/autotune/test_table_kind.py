@@ -38,6 +38,7 @@ from warmseed.seeding.kinds.base import Evidence, Installation, Kind, Site
 from warmseed.seeding.rejected import list_rejected
 
 KIND = FlashInferAutotune()
+ALONE = FlashInferAutotune(overlap="local")
 
 
 def install(data: bytes, site: Site, *, kind: FlashInferAutotune = KIND) -> Installation:
@@ -164,7 +165,7 @@ def test_a_node_that_does_not_know_itself_installs_nothing_and_may_ask_again(tmp
 def test_a_good_local_table_keeps_its_winners_and_gains_the_others(tmp_path: Path) -> None:
     site = table_site(tmp_path)
     path = put_local(site, table_text(2, tactic=7, first=1))
-    install(table_text(2, tactic=1, first=2), site)
+    install(table_text(2, tactic=1, first=2), site, kind=ALONE)
     tactics = {key: value[1] for key, value in entries_of(path).items()}
     assert tactics == {key_of(1): 7, key_of(2): 7, key_of(3): 1}
     parse_table(path.read_bytes())
@@ -173,7 +174,7 @@ def test_a_good_local_table_keeps_its_winners_and_gains_the_others(tmp_path: Pat
 def test_in_a_group_the_seeded_winners_hold(tmp_path: Path) -> None:
     site = table_site(tmp_path)
     path = put_local(site, table_text(2, tactic=7, first=1))
-    install(table_text(2, tactic=1, first=2), site, kind=FlashInferAutotune(overlap="seeded"))
+    install(table_text(2, tactic=1, first=2), site)
     assert {key: value[1] for key, value in entries_of(path).items()} == {key_of(1): 7, key_of(2): 1, key_of(3): 1}
 
 
@@ -292,7 +293,7 @@ def test_entries_that_are_there_stay_and_broken_ones_give_way(tmp_path: Path) ->
     broken.write_text("")
     gone.unlink()
     swapped.write_bytes(mine.read_bytes())
-    install(table_of_store(examine_store(next(H200_V2.iterdir()))).encode(), site)
+    install(table_of_store(examine_store(next(H200_V2.iterdir()))).encode(), site, kind=ALONE)
     assert json.loads(mine.read_text())["tactic"] == 5
     for path in (broken, gone, swapped):
         assert json.loads(path.read_text()) == json.loads((next(H200_V2.iterdir()) / "entries" / path.name).read_text())
@@ -414,7 +415,7 @@ def test_entries_that_were_taken_back_leave_a_store_as_it_was(tmp_path: Path) ->
     site = table_site(tmp_path, homes=(MANAGED_ROOT,))
     entries = real_store(site)
     before = {path.name: path.read_bytes() for path in entries.iterdir()}
-    done = install(table_text(4, tactic=9), site, kind=FlashInferAutotune(overlap="seeded"))
+    done = install(table_text(4, tactic=9), site)
     assert len(list(entries.glob("*.json"))) == 10
     KIND.retract(done, site)
     assert {path.name: path.read_bytes() for path in entries.glob("*.json")} == before

@@ -193,6 +193,17 @@ def test_dashboard_asks_for_metrics_and_labels_that_exist() -> None:
             assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= {"instance"} | labels
 
 
+def test_documentation_names_the_metrics_that_exist() -> None:
+    text = (CONFIGS.parent / "docs" / "launcher.md").read_text()
+    assert set(re.findall(r"`(warmseed_\w+)`", text)) == {
+        name
+        for name in exported_metrics()
+        if name.startswith("warmseed_")
+        and name not in ("warmseed_build_info", "warmseed_ranks")
+        and not name.endswith("_created")
+    }
+
+
 def test_no_two_panels_overlap() -> None:
     panels = json.loads((CONFIGS / "grafana" / "warmseed.json").read_text())["panels"]
     cells: set[tuple[int, int]] = set()

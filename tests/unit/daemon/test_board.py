@@ -107,3 +107,25 @@ def test_metrics_of_64_ranks_are_complete() -> None:
         state.take(Phase(f"phase{number}", seconds=1.0), 0)
     text = Exposition(Board(states)).render()[0].decode()
     assert text.count("warmseed_phase_seconds{") == 64 * 12
+
+
+def test_metrics_follow_every_change_of_a_rank() -> None:
+    state = rank()
+    exposition = Exposition(Board([state]))
+
+    def value(series: str) -> str:
+        lines = exposition.render()[0].decode().splitlines()
+        return next(line.split()[-1] for line in lines if line.startswith(series))
+
+    assert value("warmseed_rank_serving{") == "0.0"
+    state.take(Serving("/s"), 0)
+    assert value("warmseed_rank_serving{") == "1.0"
+    state.take(EngineAttached(1), 0)
+    assert value("warmseed_engines_attached{") == "1.0"
+    state.take(Phase("load", seconds=2.0), 0)
+    assert value("warmseed_phase_seconds{") == "2.0"
+    state.take(Metrics(weights_bytes=7), 0)
+    assert value("warmseed_weights_bytes{") == "7.0"
+    state.status = 1
+    assert value("warmseed_rank_serving{") == "0.0"
+    assert value("warmseed_ready") == "0.0"

@@ -1,0 +1,501 @@
+"""Real vLLM on GPUs: empty caches, restarts, new nodes, retrained weights, a killed daemon; a table and JSON.
+
+    python bench/gpu/vllm_h200.py pack .kit5        # here: warmseed's own requirements as wheels, beside the vLLM kit
+    python bench/gpu/vllm_h200.py setup .kit5 SITE  # there: unpack them, and warmseed with its entry points, into SITE
+    PYTHONPATH=SITE python bench/gpu/vllm_h200.py play --work DIR [--steps a,b] [--tp 2] [--json FILE]
+
+``play`` remembers what it has done in DIR, so that its steps can be spread over calls with a time limit:
+
+    model    a random Llama-8B shape in bf16, with a real tokenizer's folder given by --tokenizer
+    cold     node A, nothing cached: warmseed preload with its rehearsal; published to a folder and to a listener
+    restart  an engine killed and started again: weights mapped, caches at the same path
+    plain    the same without warmseed's weights: the reference for tokens, and "restored at the same path"
+    peer     node D at a foreign root, seeded by A's listener
+    retrain  the checkpoint's values change under a living daemon: refused, from disk, tokens differ; then put back
+    killed   the daemon is killed under an engine that goes on answering; the next engine loads from disk
+    store    node A's caches and daemon gone; node B at the same path, seeded by the store
+    foreign  node C at another path, seeded by the store, A's and B's gone
+    parity   --quantization fp8: tokens of a mapped engine and of a disk load, bit for bit the same
+
+With --tp 2 every step runs with one daemon per GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+REQUIREMENTS = (
+    *("aiohttp", "aiosignal", "aiohappyeyeballs", "attrs", "frozenlist", "multidict", "propcache", "yarl", "idna"),
+    *("cryptography", "cffi", "pycparser", "msgspec", "zstandard", "prometheus-client"),
+    *(
+        "typer",
+        "click",
+        "shellingham",
+        "rich",
+        "markdown-it-py",
+        "mdurl",
+        "pygments",
+        "typing-extensions",
+        "annotated-doc",
+    ),
+)
+PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (34, 31, 28, 27, 17, 12, 5)] + ["manylinux2014_x86_64", "linux_x86_64"]
+PACKAGES = ("daemon", "seeding", "stores", "configs")
+PROMPTS = ("What is the capital of France?", "Write one sentence about the sea.", "Count from one to ten.")
+STEPS = ("model", "cold", "restart", "plain", "peer", "retrain", "killed", "store", "foreign")
+SHAPE = {"dtype": "bfloat16", "max_model_len": 2048, "gpu_memory_utilization": 0.5}
+# What each figure must not exceed, in seconds (Llama-8B shape, one H200).
+LIMITS = {
+    "store_init_s": 26.0,
+    "foreign_init_s": 52.0,
+    "store_mapped_init_s": 22.0,
+    "map_s": 0.2,
+    "fallback_extra_s": 1.0,
+}
+
+
+def pack(target: Path) -> None:
+    """Wheels of warmseed's own requirements for the GPU machine's Python."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    words = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(target)]
+    words += ["--python-version", "3.12", "--implementation", "cp"]
+    for platform in PLATFORMS:
+        words += ["--platform", platform]
+    subprocess.run([*words, *REQUIREMENTS], check=True, timeout=600)
+    print(
+        f"{target}: {sum(p.stat().st_size for p in target.iterdir()) >> 20} MiB in {len(list(target.iterdir()))} wheels"
+    )
+
+
+def setup(wheels: Path, site: Path) -> None:
+    """Put warmseed and what it needs into `site`, as an installer would: vLLM finds its plugin by the metadata."""
+    site.mkdir(parents=True, exist_ok=True)
+    for wheel in sorted(wheels.glob("*.whl")):
+        if _installed(wheel.name.partition("-")[0]):
+            continue  # what the machine has fits its torch
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                if not (site / name).exists():  # vLLM's own versions stand
+                    archive.extract(name, site)
+    package = site / "warmseed"
+    shutil.rmtree(package, ignore_errors=True)
+    package.mkdir()
+    for path in (ROOT / "src" / "warmseed").iterdir():
+        if path.name not in PACKAGES:
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, package / path.name)
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, package / name)
+    info = site / "warmseed-0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: warmseed\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nwarmseed = warmseed.daemon.engines.vllm.plugin:register\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", "import warmseed.daemon.engines.vllm.adapter, warmseed.daemon.cli.main; print('ready')"],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    print(said.stdout.strip())
+
+
+def _installed(distribution: str) -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def write_model(folder: Path, tokenizer: Path, *, seed: int = 0) -> None:
+    """A random Llama-8B shape: real sizes, real kernels, meaningless words."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in tokenizer.iterdir():
+        if path.is_file() and path.suffix in (".json", ".jinja") and path.name != "config.json":
+            shutil.copy(path, folder / path.name)
+    hidden, inner, layers, heads, groups, vocabulary = 4096, 14336, 32, 32, 8, 128256
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        scale = 0.5 / columns**0.5
+        return (
+            (torch.randn(rows, columns, generator=generator, device=device, dtype=torch.float32) * scale)
+            .bfloat16()
+            .cpu()
+        )
+
+    index: dict[str, str] = {}
+    shards = 4
+    for shard in range(shards):
+        tensors: dict[str, torch.Tensor] = {}
+        if shard == 0:
+            tensors["model.embed_tokens.weight"] = matrix(vocabulary, hidden)
+        if shard == shards - 1:
+            tensors["lm_head.weight"] = matrix(vocabulary, hidden)
+            tensors["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+        for layer in range(shard * layers // shards, (shard + 1) * layers // shards):
+            start = f"model.layers.{layer}."
+            sizes = {
+                "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden // heads * groups, hidden),
+                "self_attn.v_proj": (hidden // heads * groups, hidden), "self_attn.o_proj": (hidden, hidden),
+                "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+            }  # fmt: skip
+            tensors.update({f"{start}{name}.weight": matrix(*size) for name, size in sizes.items()})
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                tensors[f"{start}{norm}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+        name = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        index.update(dict.fromkeys(tensors, name))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+@dataclass
+class Play:
+    """One run of the story; `figures` is written after every step."""
+
+    work: Path
+    tokenizer: Path
+    tp: int
+    quantization: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.work.mkdir(parents=True, exist_ok=True)
+        if self.notes.is_file():
+            self.figures = json.loads(self.notes.read_text())
+
+    @property
+    def notes(self) -> Path:
+        return self.work / f"figures-tp{self.tp}{self.quantization}.json"
+
+    @property
+    def model(self) -> Path:
+        return self.work / "model"
+
+    @property
+    def canonical(self) -> Path:
+        """The folder of every node whose cache root is the fleet's: A, and B after it."""
+        return self.work / f"node{self.tp}{self.quantization}"
+
+    @property
+    def store(self) -> Path:
+        return self.work / f"store{self.tp}{self.quantization}"
+
+    def shape(self) -> dict[str, Any]:
+        shape: dict[str, Any] = dict(SHAPE)
+        if self.tp > 1:
+            shape["tensor_parallel_size"] = self.tp
+        if self.quantization:
+            shape |= {"quantization": self.quantization, "kernel_config": {"linear_backend": "cutlass"}}
+        return shape
+
+    def node(self, name: str, folder: Path, *extra: str) -> Any:
+        from tests.support.vllm_nodes import Node
+
+        # `LLM` and `vllm serve` choose different batch sizes; the daemon is told whose engines it has.
+        node = Node(name, folder, self.model, (*extra, "--engine-usage", "llm"), shape=self.shape())
+        # Multicast can put GPUs that others share out of service: off, whatever the machine's own default is.
+        node.variables |= {
+            "NCCL_NVLS_ENABLE": "0",
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+            "NVSHMEM_DISABLE_NVLS": "1",
+            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        }
+        return node
+
+    def shared(self) -> list[str]:
+        from tests.support.vllm_nodes import new_token
+
+        self.store.mkdir(exist_ok=True)
+        if not (self.store.parent / "token").is_file():
+            new_token(self.store.parent)
+        return ["--warmup-cache-stores", f"file:{self.store}", "--seed-token-file", str(self.store.parent / "token")]
+
+    def save(self, **figures: Any) -> None:
+        self.figures |= figures
+        self.notes.write_text(json.dumps(self.figures, indent=1))
+        print(json.dumps(figures), flush=True)
+
+    # The steps ------------------------------------------------------------------------------------
+
+    def step_model(self) -> None:
+        if not (self.model / "model.safetensors.index.json").is_file():
+            began = time.monotonic()
+            write_model(self.model, self.tokenizer)
+            self.save(model_write_s=round(time.monotonic() - began, 1))
+
+    def step_cold(self) -> None:
+        from tests.support.vllm_nodes import wait_published
+
+        a = self.node("A", self.canonical, *self.shared())
+        try:
+            ready = a.start()
+            wait_published(self.store)
+            self.save(empty_ready_s=ready, empty_phases=_phases(a), **_rehearsed(a))
+        finally:
+            a.stop()
+
+    def step_restart(self) -> None:
+        with self._daemon("A", self.canonical) as a:
+            first = a.ask(prompts=PROMPTS, **a.loader(fallback=False))
+            again = a.ask(prompts=PROMPTS, **a.loader(fallback=False))
+            self.save(
+                restart_init_s=again.init_s, restart_import_s=again.import_s, restart_first_init_s=first.init_s,
+                restart_tokens=again.tokens, restart_mapped=again.mapped, **_attach(again.log),
+            )  # fmt: skip
+
+    def step_plain(self) -> None:
+        answer = self.node("A", self.canonical).ask(prompts=PROMPTS)
+        self.save(plain_init_s=answer.init_s, plain_tokens=answer.tokens, plain_load_s=_seconds(answer.log))
+
+    def step_peer(self) -> None:
+        from tests.support.vllm_nodes import free_port
+
+        port = str(free_port())
+        token = ["--seed-token-file", str(self.store.parent / "token")]
+        with self._daemon("A", self.canonical, "--seed-listen-host", "127.0.0.1", "--seed-listen-port", port, *token):
+            folder = self.work / f"peer{self.tp}"
+            shutil.rmtree(folder, ignore_errors=True)
+            d = self.node("D", folder, *token, "--seed-source-host", "127.0.0.1", "--seed-source-port", port)
+            try:
+                ready = d.start()
+                answer = d.ask(prompts=PROMPTS, **d.loader(fallback=False))
+                self.save(
+                    peer_ready_s=ready, peer_init_s=answer.init_s, peer_tokens=answer.tokens,
+                    peer_phases=_phases(d), peer_verdicts=d.verdicts(),
+                )  # fmt: skip
+            finally:
+                d.stop()
+
+    def step_retrain(self) -> None:
+        shard = self.model / "model-00002-of-00004.safetensors"
+        kept = shard.with_suffix(".kept")
+        with self._daemon("A", self.canonical) as a:
+            shutil.copy2(shard, kept)
+            try:
+                _change_values(shard)
+                refused = _refused(lambda: a.ask(prompts=PROMPTS, **a.loader(fallback=False)))
+                answer = a.ask(prompts=PROMPTS, **a.loader())
+                plain = self.node("A", self.canonical).ask(prompts=PROMPTS)
+                self.save(
+                    retrain_refused="FingerprintMismatch" in refused and "checkpoint" in refused,
+                    retrain_fell_back=answer.fell_back, retrain_tokens=answer.tokens,
+                    retrain_plain_tokens=plain.tokens, fallback_extra_s=answer.init_s - plain.init_s,
+                )  # fmt: skip
+            finally:
+                os.replace(kept, shard)
+
+    def step_killed(self) -> None:
+        import signal
+
+        with self._daemon("A", self.canonical) as a, a.serving(**a.loader(fallback=False)) as server:
+            before = server.ask(PROMPTS[0])
+            a.stop(signal.SIGKILL)
+            after = server.ask(PROMPTS[0])
+            server.kill()
+            answer = a.ask(prompts=PROMPTS, **a.loader())
+            self.save(
+                killed_answers_same=before == after, killed_fell_back=answer.fell_back, killed_tokens=answer.tokens
+            )
+
+    def step_store(self) -> None:
+        self._forget(self.canonical)
+        with self._daemon("B", self.canonical, *self.shared()) as b:
+            ready, phases = self._ready, _phases(b)
+            plain = b.ask(prompts=PROMPTS)
+            mapped = b.ask(prompts=PROMPTS, **b.loader(fallback=False))
+            self.save(
+                store_ready_s=ready, store_phases=phases, store_init_s=plain.init_s, store_tokens=plain.tokens,
+                store_mapped_init_s=mapped.init_s, store_mapped_tokens=mapped.tokens, store_verdicts=b.verdicts(),
+            )  # fmt: skip
+
+    def step_foreign(self) -> None:
+        self._forget(self.canonical)
+        folder = self.work / f"elsewhere{self.tp}" / "deeper"
+        shutil.rmtree(folder, ignore_errors=True)
+        with self._daemon("C", folder, *self.shared(), "--no-rehearsal") as c:
+            plain = c.ask(prompts=PROMPTS)
+            self.save(
+                foreign_ready_s=self._ready, foreign_phases=_phases(c), foreign_init_s=plain.init_s,
+                foreign_tokens=plain.tokens, foreign_lines=_evidence(plain.log),
+            )  # fmt: skip
+
+    def step_parity(self) -> None:
+        with self._daemon("P", self.work / f"parity{self.tp}{self.quantization}", "--no-rehearsal") as p:
+            mapped = p.ask(prompts=PROMPTS, **p.loader(fallback=False))
+        plain = p.ask(prompts=PROMPTS)
+        self.save(parity=mapped.tokens == plain.tokens, parity_mapped=mapped.mapped, parity_tokens=plain.tokens)
+
+    # Helpers --------------------------------------------------------------------------------------
+
+    def _daemon(self, name: str, folder: Path, *extra: str) -> Any:
+        import contextlib
+
+        @contextlib.contextmanager
+        def running() -> Any:
+            node = self.node(name, folder, *extra)
+            try:
+                self._ready = node.start()
+                yield node
+            finally:
+                node.stop()
+
+        return running()
+
+    def _forget(self, folder: Path) -> None:
+        """A node that never was: its caches, its state, its sockets."""
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _phases(node: Any) -> dict[str, Any]:
+    return {f"{rank['name']}.{phase['name']}": phase for rank in node.status()["ranks"] for phase in rank["phases"]}
+
+
+def _rehearsed(node: Any) -> dict[str, Any]:
+    """What the throwaway engine said of itself on its last line."""
+    for line in reversed(node.words(400).splitlines()):
+        if '"init_s"' in line:
+            said = json.loads(line[line.index("{") :])
+            return {"empty_init_s": said["init_s"], "empty_import_s": said["import_s"]}
+    return {"empty_init_s": None}
+
+
+def _attach(log: str) -> dict[str, float]:
+    found = re.findall(r"attach (\d+) ms, empty model (\d+) ms, map and post-process (\d+) ms", log)
+    if not found:
+        return {}
+    attach, shell, fill = (max(int(row[i]) for row in found) / 1e3 for i in range(3))
+    return {"map_s": attach, "shell_s": shell, "fill_s": fill, "own_weights_gib": _own_weights(log)}
+
+
+def _own_weights(log: str) -> float:
+    found = re.findall(r"Model loading took ([\d.]+) ?GiB", log)
+    return max(map(float, found)) if found else -1.0
+
+
+def _seconds(log: str) -> float:
+    found = re.findall(r"Loading weights took ([\d.]+) seconds", log)
+    return max(map(float, found)) if found else -1.0
+
+
+def _evidence(log: str) -> list[str]:
+    from warmseed.daemon.engines.vllm.evidence import is_evidence
+
+    return [line[-300:] for line in log.splitlines() if is_evidence(line)][:40]
+
+
+def _refused(ask: Callable[[], Any]) -> str:
+    from tests.support.vllm_nodes import NodeFailed
+
+    try:
+        ask()
+    except NodeFailed as error:
+        return error.log
+    return ""
+
+
+def _change_values(shard: Path) -> None:
+    """Other values in the same header: what a retrain leaves, and what headers alone do not show."""
+    with shard.open("r+b") as file:
+        header = int.from_bytes(file.read(8), "little")
+        for offset in range(header + 8, shard.stat().st_size - 65536, 64 << 20):
+            file.seek(offset)
+            data = bytearray(file.read(65536))
+            data[::2] = bytes(b ^ 1 for b in data[::2])
+            file.seek(offset)
+            file.write(data)
+
+
+def summary(figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures that have limits, and what must be the same everywhere."""
+    reference = figures.get("plain_tokens")
+    same = {
+        name: figures[name] == reference
+        for name in figures
+        if name.endswith("_tokens") and not name.startswith(("plain", "retrain", "parity"))
+    }
+    within = {name: figures[name] <= limit for name, limit in LIMITS.items() if isinstance(figures.get(name), float)}
+    return {
+        "same_tokens": bool(same) and all(same.values()),
+        "differing": [n for n, ok in same.items() if not ok],
+        "within": within,
+    }
+
+
+def table(figures: dict[str, Any]) -> str:
+    rows = [f"{'figure':28} {'value':>12} {'at most':>8}"]
+    for name, value in figures.items():
+        if isinstance(value, bool | float | int):
+            rows.append(
+                f"{name:28} {value if isinstance(value, bool) else round(value, 3)!s:>12} {LIMITS.get(name, '')!s:>8}"
+            )
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    packing = commands.add_parser("pack")
+    packing.add_argument("target", type=Path)
+    setting = commands.add_parser("setup")
+    setting.add_argument("wheels", type=Path)
+    setting.add_argument("site", type=Path)
+    playing = commands.add_parser("play")
+    playing.add_argument("--work", type=Path, required=True)
+    playing.add_argument("--tokenizer", type=Path, default=Path())
+    playing.add_argument("--steps", default=",".join(STEPS))
+    playing.add_argument("--tp", type=int, default=1)
+    playing.add_argument("--quantization", default="")
+    playing.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if given.command == "pack":
+        pack(given.target)
+    elif given.command == "setup":
+        setup(given.wheels, given.site)
+    else:
+        play = Play(given.work.absolute(), given.tokenizer.absolute(), given.tp, given.quantization)
+        for step in given.steps.split(","):
+            print(f"== {step}", flush=True)
+            getattr(play, f"step_{step}")()
+        result = {**play.figures, "summary": summary(play.figures)}
+        print(table(play.figures))
+        print(json.dumps(result["summary"]))
+        if given.json:
+            given.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

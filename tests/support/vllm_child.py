@@ -1,0 +1,34 @@
+"""A vLLM engine as a user writes one: builds `LLM`, answers prompts, prints one JSON object and exits.
+
+Its only argument is JSON: ``model``, ``prompts``, ``max_tokens`` and ``engine``, the keyword arguments of `LLM`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    start = time.monotonic()
+    from vllm import LLM, SamplingParams
+
+    imported = time.monotonic()
+    engine = LLM(given["model"], **given["engine"])
+    warm = time.monotonic()
+    greedy = SamplingParams(temperature=0.0, max_tokens=given["max_tokens"])
+    answers = []
+    for prompt in given["prompts"]:  # one by one: what is compared is the weights, not how a batch is cut
+        (answer,) = engine.chat([{"role": "user", "content": prompt}], greedy, use_tqdm=False)
+        answers.append({"text": answer.outputs[0].text, "tokens": list(answer.outputs[0].token_ids)})
+    seconds = {"import_s": imported - start, "init_s": warm - imported, "answer_s": time.monotonic() - warm}
+    print(
+        "\n" + json.dumps({"answers": answers, **{name: round(value, 3) for name, value in seconds.items()}}),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

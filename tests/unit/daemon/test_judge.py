@@ -1,0 +1,122 @@
+"""The verdict on an adopted artifact, from the first engine that warmed up on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.support.artifacts import KIND, NOW, PlainKind
+from tests.support.sites import make_site
+
+from warmseed.daemon.judge import WARMUP_SECONDS, Judge
+from warmseed.daemon.status import Message, Used
+from warmseed.daemon.weights.messages import Report
+from warmseed.seeding.adopt import Adoption
+from warmseed.seeding.kinds.base import Capture, Evidence, Installation, Site, Verdict
+from warmseed.seeding.manifest import Manifest
+
+
+class Notes:
+    """Stands where seeds and status writer stand; keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.judgements: list[tuple[bool, float]] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    async def judged(self, adoption: Adoption, site: Site, verdict: Verdict, saved: float) -> None:
+        self.judgements.append((verdict.used, saved))
+
+
+class CountingKind(PlainKind):
+    def judge(self, installation: Installation, evidence: Evidence, site: Site) -> Verdict:
+        return Verdict(used=evidence.counters["hit"] > 0, reason="as counted\n")
+
+
+def manifest(provenance: Mapping[str, str]) -> Manifest:
+    return Manifest(
+        schema=1,
+        kind=KIND,
+        store_key="k",
+        config_hash="a" * 64,
+        config_digest="c" * 64,
+        dp_rank=0,
+        world_rank=0,
+        device_index=-1,
+        filename="f",
+        sha256="d" * 64,
+        length=1,
+        environment={},
+        generation=1,
+        issued_at=NOW,
+        expires_at=NOW + 1,
+        publisher="test",
+        provenance=dict(provenance),
+    )
+
+
+def judged(base: Path, *reports: Report, adoption: Adoption | None) -> tuple[Notes, Judge]:
+    notes, kind = Notes(), CountingKind()
+    adoptions = {} if adoption is None else {KIND: adoption}
+    judge = Judge(notes, {KIND: make_site(base)}, [kind], adoptions, notes)  # type: ignore[arg-type]
+
+    async def main() -> None:
+        for report in reports:
+            await judge.on_report(report)
+
+    asyncio.run(main())
+    return notes, judge
+
+
+def installed(**provenance: str) -> Adoption:
+    return Adoption(
+        KIND,
+        "installed",
+        "store",
+        manifest({WARMUP_SECONDS: provenance["cold"]} if provenance else {}),
+        installation=Installation(KIND, 1, "d" * 64, {}),
+    )
+
+
+def report(seconds: float = 2.0, hit: float = 1.0) -> Report:
+    return Report(seconds=seconds, counters={"hit": hit}, lines=(), new_files=())
+
+
+def test_what_was_used_saved_what_its_maker_paid_less_what_it_still_took(tmp_path: Path) -> None:
+    notes, _ = judged(tmp_path, report(), adoption=installed(cold="24.5"))
+    assert notes.judgements == [(True, 22.5)]
+    assert notes.sent == [Used(KIND, True, 22.5, "as counted\\n")]
+
+
+def test_what_was_not_used_saved_nothing(tmp_path: Path) -> None:
+    assert judged(tmp_path, report(hit=0), adoption=installed(cold="24.5"))[0].judgements == [(False, 0.0)]
+
+
+@pytest.mark.parametrize("cold", ["", "soon", "nan", "inf", "-inf", "1e999", "1"])
+def test_a_claim_that_is_no_sensible_number_is_no_saving_and_stays_printable(tmp_path: Path, cold: str) -> None:
+    notes, _ = judged(tmp_path, report(), adoption=installed(cold=cold))
+    assert notes.judgements == [(True, 0.0)]
+    assert msgspec.json.decode(msgspec.json.encode(notes.sent[0]), type=Used) == notes.sent[0]
+
+
+def test_only_the_first_engine_is_the_judge(tmp_path: Path) -> None:
+    notes, _ = judged(tmp_path, report(hit=1), report(hit=0), adoption=installed())
+    assert notes.judgements == [(True, 0.0)]
+
+
+@pytest.mark.parametrize("adoption", [None, Adoption(KIND, "none"), Adoption(KIND, "present")])
+def test_what_was_not_adopted_is_not_judged(tmp_path: Path, adoption: Adoption | None) -> None:
+    assert judged(tmp_path, report(), adoption=adoption)[0].sent == []
+
+
+def test_what_this_node_made_says_what_its_first_warmup_cost(tmp_path: Path) -> None:
+    capture = Capture("f", tmp_path, "d" * 64, 1, make_site(tmp_path).environment, -1, "k", provenance={"by": "test"})
+    _, judge = judged(tmp_path, report(31.02), report(4.1), adoption=None)
+    assert judge.annotated(capture).provenance == {"by": "test", WARMUP_SECONDS: "31.02"}
+    _, silent = judged(tmp_path, adoption=None)
+    assert silent.annotated(capture) is capture

@@ -1,0 +1,97 @@
+"""The explicit list for vLLM releases whose methods do not say whether they take processed weights."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from warmseed.daemon.engines.vllm.quantization import PROCESSED
+
+
+def kernel(name: str) -> Any:
+    """An object whose class has vLLM's name for a kernel, and which counts what is asked of it."""
+    processed: list[Any] = []
+    made = type(name, (), {"process_weights_after_loading": lambda self, layer: processed.append(layer)})()
+    made.processed = processed
+    return made
+
+
+def fp8(name: str = "CutlassFP8ScaledMMLinearKernel", **flags: bool) -> Any:
+    return SimpleNamespace(fp8_linear=kernel(name), use_marlin=False, block_quant=False, act_q_static=False, **flags)
+
+
+def layer(*shape: int) -> Any:
+    return SimpleNamespace(weight=torch.empty(shape))
+
+
+def test_methods_outside_the_list_have_no_entry() -> None:
+    for name in (
+        "AWQMarlinLinearMethod",
+        "GPTQMarlinLinearMethod",
+        "Fp8MoEMethod",
+        "UnquantizedFusedMoEMethod",
+        "Mxfp4MoEMethod",
+    ):
+        assert name not in PROCESSED
+
+
+def test_fp8_on_the_cutlass_kernel_is_taken() -> None:
+    assert PROCESSED["Fp8LinearMethod"].accepts(fp8(), layer(4096, 14336))
+
+
+@pytest.mark.parametrize(
+    ("method", "size"),
+    [
+        (fp8("MarlinFP8ScaledMMLinearKernel"), (64, 64)),
+        (fp8("FlashInferFP8ScaledMMLinearKernel"), (64, 64)),
+        (SimpleNamespace(), (64, 64)),
+        (fp8(), (64, 100)),
+        (fp8(), (17, 64)),
+    ],
+)
+def test_other_kernels_and_padded_sizes_are_refused(method: Any, size: tuple[int, int]) -> None:
+    assert not PROCESSED["Fp8LinearMethod"].accepts(method, layer(*size))
+
+
+@pytest.mark.parametrize("flag", ["use_marlin", "block_quant"])
+def test_fp8_variants_that_repack_are_refused(flag: str) -> None:
+    method = fp8()
+    setattr(method, flag, True)
+    assert not PROCESSED["Fp8LinearMethod"].accepts(method, layer(64, 64))
+
+
+def test_processed_fp8_weights_are_not_processed_again() -> None:
+    method, target = fp8(), layer(64, 64)
+    PROCESSED["Fp8LinearMethod"].finish(method, target, lambda layer: pytest.fail("vLLM would transpose it again"))
+    assert method.fp8_linear.processed == [target]  # only the kernel is told the layer's width
+    assert target.input_scale is None
+
+
+def test_a_static_activation_scale_stays_mapped() -> None:
+    method, target = fp8(), layer(64, 64)
+    method.act_q_static = True
+    target.input_scale = torch.tensor(0.5)
+    PROCESSED["Fp8LinearMethod"].finish(method, target, lambda layer: None)
+    assert float(target.input_scale) == 0.5
+
+
+def test_kv_cache_scales_come_from_the_buffers_and_their_placeholders_go() -> None:
+    target = SimpleNamespace(
+        k_scale=1, v_scale=1, q_scale=1, prob_scale=1,
+        _k_scale=torch.tensor(0.25), _v_scale=torch.tensor(0.5), _q_scale=torch.tensor(1.0),
+        _k_scale_cpu=None, _v_scale_cpu=None,
+    )  # fmt: skip
+    PROCESSED["Fp8KVCacheMethod"].finish(None, target, lambda layer: pytest.fail("not again"))
+    assert not {"k_scale", "v_scale", "q_scale", "prob_scale"} & set(vars(target))
+    assert (target._k_scale_float, target._v_scale_float, target._q_scale_float) == (0.25, 0.5, 1.0)
+    assert float(target._v_scale_cpu) == 0.5
+
+
+def test_unquantized_layers_run_vllms_own_step() -> None:
+    seen: list[Any] = []
+    target = layer(8, 8)
+    PROCESSED["UnquantizedLinearMethod"].finish(None, target, seen.append)
+    assert seen == [target]
