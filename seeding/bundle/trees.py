@@ -129,12 +129,22 @@ class Trees:
     def at(self, root: Path) -> Tree | None:
         """The tree that engines find at the cache root `root`, or `None`."""
         try:
-            folder = Path(os.readlink(root))
+            path = self.holding(os.readlink(root))
         except OSError:
             return None
-        if folder.parent.parent != self.trees:
+        return None if path is None else self.read(path)
+
+    def holding(self, folder: str) -> Path | None:
+        """The tree that `folder` lies in, or `None`."""
+        inner = Path(folder)
+        if not inner.is_relative_to(self.trees) or inner == self.trees:
             return None
-        return self.read(folder.parent)
+        return self.trees / inner.relative_to(self.trees).parts[0]
+
+    def live(self) -> list[Tree]:
+        """The trees that some cache root leads to."""
+        found = [self.read(path) for path in self.trees.iterdir()] if self.trees.is_dir() else []
+        return [tree for tree in found if tree is not None and self._is_live(tree)]
 
     def read(self, path: Path) -> Tree | None:
         """The committed tree at `path`, or `None` when there is none or its record is broken."""
@@ -145,12 +155,11 @@ class Trees:
             return None
 
     def standing(self, root: Path) -> str:
-        """What stands at the cache root: a tree's folder, "" for nothing or an empty folder, else its own path."""
-        if root.is_symlink():
-            return os.readlink(root)
-        if not root.is_dir() or not any(root.iterdir()):
-            return ""
-        return str(root)
+        """Where the link at the cache root leads, "" where there is none.
+
+        An engine's own folder has no other place to come back from until `point` has moved it there.
+        """
+        return os.readlink(root) if root.is_symlink() else ""
 
     def point(self, root: Path, folder: str) -> str:
         """Make `root` lead to `folder`, in one step; where what stood there before is now, "" for nothing.
@@ -196,11 +205,10 @@ class Trees:
 
     def prune(self) -> int:
         """Delete the trees that no root leads to and that no live tree could be taken back to; how many."""
-        found = {path: self.read(path) for path in self.trees.iterdir()}
-        live = [tree for tree in found.values() if tree is not None and self._is_live(tree)]
+        live = self.live()
         keep = {tree.path for tree in live}
-        keep.update(Path(before).parent for tree in live for before in tree.record.before.values() if before)
-        gone = [path for path in found if path not in keep]
+        keep.update(path for tree in live for b in tree.record.before.values() if (path := self.holding(b)) is not None)
+        gone = [path for path in self.trees.iterdir() if path not in keep]
         for path in gone:
             self._discard(path)
         return len(gone)

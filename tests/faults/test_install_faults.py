@@ -134,6 +134,24 @@ def relink(base: Path, old: Path) -> None:
         record.write_bytes(record.read_bytes().replace(str(old).encode(), str(base).encode()))
 
 
+def test_a_kill_while_an_engines_own_folder_is_swapped_leaves_a_root_that_works(jobs: Path, tmp_path: Path) -> None:
+    for call in ("renameat2", "rename", "fsync"):
+        for when in (1, 2, 3):
+            base = tmp_path / f"{call}{when}"
+            for root in make_site(base).roots.values():
+                fill(root, OLD)
+            inject = f"inject={call}:signal=KILL:when={when}"
+            run(jobs / "job2", base, "strace", "-f", "-o", os.devnull, "-e", f"trace={call}", "-e", inject)
+            assert_old_or_new(base)
+            current = kind().current(make_site(base))
+            if current is not None:
+                kind().retract(current, make_site(base))
+            for root in make_site(base).roots.values():
+                assert tree(root) in (OLD, {}), "the way back leads nowhere"
+            assert run(jobs / "job2", base).returncode == 0
+            assert assert_old_or_new(base) == {"new"}
+
+
 # -- a failing disk -----------------------------------------------------------------------------------------
 
 

@@ -250,7 +250,7 @@ def flashinfer(
 
 
 def ninja_says(root: Path) -> str:
-    build = next(root.rglob("build.ninja"))
+    build = root / "0.6.14" / "90a" / "cached_ops" / "norm" / "build.ninja"
     return subprocess.run(
         ["ninja", "-n", "-f", str(build)], cwd=build.parent, capture_output=True, text=True, timeout=60, check=False
     ).stdout
@@ -282,6 +282,36 @@ def load_provider(target: Site) -> dict[str, object]:
 EXPECTED = {"version": "0.6.14", "modules": ["norm"], "archs": ["sm90a"], "norm": 1, "same": True}
 
 
+def test_what_lies_beside_the_jit_cache_stays_where_it_is(tmp_path: Path) -> None:
+    source = make_site(tmp_path / "source", caches=("flashinfer",), environment=TOOLS)
+    root = source.roots["flashinfer"]
+    ninja_tree(root, tmp_path / "site-packages")
+    kind = kind_of(FlashInferCache())
+    fill(root, {"cubins/x.cubin": b"theirs", "autotune/ab/manifest.json": b"{}", "0.6.14/flashinfer_jit.log": b"log"})
+    capture = kind.capture(source)
+    assert capture is not None
+    assert capture.index is not None
+    names = [file["path"] for file in json.loads(capture.index)["files"]]
+    jit = ("flashinfer/0.6.14/90a/cached_ops/", "flashinfer/0.6.14/90a/generated/")
+    assert all(name.startswith(jit) for name in names)
+    payload = Path(shutil.copy(capture.payload, tmp_path / "payload"))
+    shutil.rmtree(source.state)
+    shutil.rmtree(root / "0.6.14/90a")
+    target = make_site(tmp_path / "target", root=source.cache_root, caches=("flashinfer",), environment=TOOLS)
+    installation = kind.install(make_manifest(capture, source), payload, capture.index, target)
+    assert "no work to do" in ninja_says(root)
+    assert (root / "cubins/x.cubin").read_bytes() == b"theirs"
+    assert (root / "autotune/ab/manifest.json").read_bytes() == b"{}"
+    assert kind.present(target)
+    assert kind.current(target) == installation
+    again = kind.capture(target)
+    assert again is not None
+    assert again.sha256 == capture.sha256
+    assert not any("link" in why for why in again.left_out.values())
+    kind.retract(installation, target)
+    assert not (root / "0.6.14/90a/cached_ops").exists()
+
+
 def test_at_another_root_flashinfer_loads_the_modules_from_a_provider_package(tmp_path: Path) -> None:
     target, installation = flashinfer(tmp_path, same_root=False)
     assert not target.roots["flashinfer"].exists()
@@ -291,7 +321,7 @@ def test_at_another_root_flashinfer_loads_the_modules_from_a_provider_package(tm
 
 def test_where_ninja_would_rebuild_the_provider_package_takes_over(tmp_path: Path) -> None:
     target, installation = flashinfer(tmp_path, same_root=True, touch_header=True)
-    assert not os.path.lexists(target.roots["flashinfer"])
+    assert not os.path.lexists(target.roots["flashinfer"] / "0.6.14/90a/cached_ops")
     assert load_provider(target) == EXPECTED
     assert installation.complete
     assert len(list((target.state / "compiled" / "trees").iterdir())) == 1

@@ -95,7 +95,8 @@ def test_every_archive_that_can_be_written_reads_back_unchanged(files: dict[str,
 def test_no_single_bit_flip_of_a_header_is_accepted_as_another_archive() -> None:
     data = bytearray(pack({"a/b": (b"x" * 10, False), "n" * 120: (b"y" * 600, True)}))
     bodies = [range(m.offset, m.offset + m.size) for m in tar.members(bytes(data))]
-    for position in range(len(data)):
+    end = bodies[-1].stop + tar.BLOCK
+    for position in (*range(end), *range(end, len(data), 61)):  # past the headers all is zero: a sample will do
         if any(position in body for body in bodies):
             continue
         for bit in range(8):

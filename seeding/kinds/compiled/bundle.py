@@ -97,13 +97,8 @@ class CompileCacheKind:
 
     def present(self, site: Site) -> bool:
         """Whether this rank's own installed bundle stands at its roots, whole and for this configuration."""
-        trees = Trees(site.state, self._disk)
-        for name in self.caches:
-            root = site.roots.get(name)
-            tree = trees.at(root) if root is not None else None
-            if tree is not None and _is_ours(tree, site, self.environment(site)):
-                return _whole(tree, site, sample=SAMPLE)
-        return False
+        tree = self._tree(site)
+        return tree is not None and _is_ours(tree, site, self.environment(site)) and _whole(tree, site, sample=SAMPLE)
 
     def judge(self, installation: Installation, evidence: Evidence, site: Site) -> Verdict:
         """Whether each installed cache was used, from the engine's counters and from the tree itself."""
@@ -111,12 +106,16 @@ class CompileCacheKind:
 
     def current(self, site: Site) -> Installation | None:
         """What this rank has installed at its roots now, to be judged or taken back after a restart."""
-        trees = Trees(site.state, self._disk)
-        for name in self.caches:
-            root = site.roots.get(name)
-            tree = trees.at(root) if root is not None else None
-            if tree is not None and (rank := tree.record.ranks.get(_label(site))) is not None:
-                return _installation(tree, rank.generation, site)
+        tree = self._tree(site)
+        return None if tree is None else _installation(tree, tree.record.ranks[_label(site)].generation, site)
+
+    def _tree(self, site: Site) -> Tree | None:
+        """The live tree that this rank's files are in."""
+        roots = [*(site.roots[name] for name in self.caches if name in site.roots), provider_root(site)]
+        for tree in Trees(site.state, self._disk).live():
+            leads = [Path(path) for path in tree.record.roots.values()]
+            if _label(site) in tree.record.ranks and any(p.is_relative_to(root) for p in leads for root in roots):
+                return tree
         return None
 
     def variables(self, site: Site) -> dict[str, str]:
@@ -225,7 +224,8 @@ class CompileCacheKind:
         return targets
 
     def _record(self, trees: Trees, work: _Work, files: dict[str, str], site: Site) -> TreeRecord:
-        roots = {placement.folder: str(placement.root) for placement in work.placements.values()}
+        placed = work.placements.values()
+        roots = {folder: str(root) for placement in placed for folder, root in placement.roots.items()}
         rank = RankRecord(
             sha256=work.manifest.sha256,
             generation=work.manifest.generation,

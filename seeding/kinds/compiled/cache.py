@@ -30,6 +30,12 @@ class Placement:
     files: Mapping[str, str]  # path in the bundle -> path below `folder`
     made: Mapping[str, bytes] = field(default_factory=dict)  # path below `folder` -> what warmseed writes there
     left_out: Mapping[str, str] = field(default_factory=dict)  # path in the bundle or cache name -> why
+    links: Mapping[str, Path] = field(default_factory=dict)  # folders in the tree -> where, if not all of `root`
+
+    @property
+    def roots(self) -> Mapping[str, Path]:
+        """The folders of an installed tree, and the paths that are to lead to them."""
+        return self.links or {self.folder: self.root}
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,10 @@ class _Source:
         self.paths = (self.path, Path(os.path.realpath(self.path)))
         self.reader = FileReader(self.folder)
 
+    def skips(self, path: str) -> bool:
+        """Whether the file or folder at `path` below the folder is no part of the cache."""
+        return self.cache.skips(self.prefix + path)
+
     def close(self) -> None:
         """Close the folder and what was opened below it."""
         self.reader.__exit__()
@@ -73,7 +77,7 @@ class _Bundle:
     def add(self, source: _Source, path: str) -> None:
         found = source.snapshot.files[path]
         name = source.name(path)
-        if reason := source.cache.refuses(path, found.size):
+        if reason := source.cache.refuses(source.prefix + path, found.size):
             self.left_out[printable(name)] = reason
             return
         try:
@@ -163,7 +167,7 @@ def _open(caches: Sequence[CompiledCache], site: Site) -> list[_Source]:
 def _settle(sources: Sequence[_Source], quiet: Quiet) -> bool:
     """Wait for all caches to be still at once; whether there is any file."""
     for source in sources:
-        take = functools.partial(take_snapshot, source.folder, source.cache.skips)
+        take = functools.partial(take_snapshot, source.folder, source.skips)
         source.snapshot = wait_until_quiet(take, settle=quiet.settle, deadline=quiet.deadline)
     return any(source.snapshot.files for source in sources)
 
@@ -187,6 +191,7 @@ def _write(
         with FrameWriter(out) as frames:
             bundle = _Bundle(frames, needles)
             records: dict[str, CacheRecord] = {}
+            linked = {source.name("").rstrip("/") for source in sources}  # links of our own, read as their folders
             for source, path in _in_order(sources):
                 before = len(bundle)
                 bundle.add(source, path)
@@ -194,12 +199,14 @@ def _write(
                     records[source.cache.name] = source.cache.record(site)
             for source in sources:
                 refused = source.snapshot.refused.items()
-                bundle.left_out.update({printable(source.name(path)): why for path, why in refused})
+                bundle.left_out.update(
+                    {printable(source.name(path)): why for path, why in refused if source.name(path) not in linked}
+                )
             digest = frames.finish(tar.trailer(frames.length))
         out.flush()
         os.fsync(out.fileno())
     for source in sources:
-        if take_snapshot(source.folder, source.cache.skips) != source.snapshot:
+        if take_snapshot(source.folder, source.skips) != source.snapshot:
             raise ArtifactRefused(
                 "busy", f"cache {source.cache.name} changed while it was read; captured at a later start"
             )

@@ -22,11 +22,12 @@ from pathlib import Path
 from warmseed.errors import printable
 from warmseed.seeding.bundle.index import CacheRecord, FileRecord
 from warmseed.seeding.kinds.base import Site
-from warmseed.seeding.kinds.compiled.cache import CompiledCache, Placement, everything
+from warmseed.seeding.kinds.compiled.cache import CompiledCache, Placement
 
 __all__ = ["PROVIDER", "FlashInferCache", "provider_root"]
 
 PROVIDER = "flashinfer_provider"  # the folder in an installed tree
+_JIT = frozenset({"cached_ops", "generated"})
 NINJA_SECONDS = 20.0  # for one dry run
 _MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _VERSION = re.compile(r"\d+(?:\.\d+){1,3}[A-Za-z0-9.+]{0,32}")
@@ -53,17 +54,33 @@ class FlashInferCache(CompiledCache):
         return (self.name, PROVIDER)
 
     def elsewhere(self, site: Site) -> Sequence[tuple[Path, str]]:
+        root = site.roots[self.name]
+        paths = [path for pattern in ("*", "*/*", "*/*/*") for path in sorted(root.glob(pattern)) if path.name in _JIT]
+        ours = [(path, f"{path.relative_to(root)}/") for path in paths if path.is_symlink() and _installed(path, site)]
         # Modules that came through a provider package must not get lost in this node's next generation.
-        return ((provider_root(site) / "flashinfer_jit_cache" / "jit_cache", "cached_ops/"),)
+        return [*ours, (provider_root(site) / "flashinfer_jit_cache" / "jit_cache", "cached_ops/")]
 
     def skips(self, path: str) -> bool:
-        # Cubins verify themselves and are fetched by FlashInfer; `tmp` holds lock files only.
-        return super().skips(path) or path.rpartition("/")[2] in ("cubins", "tmp")
+        parts = path.split("/")
+        if len(parts) > 2 and not _JIT.intersection(parts[:3]):
+            return True  # neither <version>/<arch>/cached_ops nor the like
+        return super().skips(path) or parts[0] in ("cubins", "autotune") or parts[-1] == "tmp"
+
+    def refuses(self, path: str, size: int) -> str | None:
+        return super().refuses(path, size) or (None if _jit_folder(path) else "no part of the JIT cache")
 
     def place(self, record: CacheRecord, files: Sequence[FileRecord], site: Site) -> Placement | str:
         if record.root == str(site.roots[self.name]) and self._same_prefixes(record, site):
-            return everything(self.name, files, site)
+            return self._in_place(files, site)
         return self.provider(record, files, site)
+
+    def _in_place(self, files: Sequence[FileRecord], site: Site) -> Placement | str:
+        """The folders of the JIT cache where they were; what lies beside them (cubins, tables) is not ours to move."""
+        root = site.roots[self.name]
+        inside = {file.path: _jit_folder(file.relative) for file in files}
+        links = {f"{self.name}/{folder}": root / folder for folder in sorted(set(inside.values())) if folder}
+        taken = {file.path: file.relative for file in files if inside[file.path]}
+        return Placement(root, self.name, taken, links=links) if taken else "it holds no module"
 
     def place_otherwise(
         self, record: CacheRecord, files: Sequence[FileRecord], site: Site, why: str
@@ -119,6 +136,20 @@ class FlashInferCache(CompiledCache):
     def _same_prefixes(self, record: CacheRecord, site: Site) -> bool:
         ours = self.record(site).environment
         return all(record.environment.get(name) == ours.get(name) for name in self.prefixes)
+
+
+def _jit_folder(relative: str) -> str:
+    """The ``cached_ops`` or ``generated`` folder that `relative` lies in, "" for none."""
+    parts = relative.split("/")[:-1]
+    for depth, part in enumerate(parts[:3], start=1):
+        if part in _JIT:
+            return "/".join(parts[:depth])
+    return ""
+
+
+def _installed(path: Path, site: Site) -> bool:
+    """Whether the link `path` leads into one of warmseed's own trees."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(site.state / "compiled" / "trees"))
 
 
 def _is_module(relative: str) -> bool:

@@ -15,7 +15,7 @@ __all__ = ["carry_over", "common_tree", "put_back", "switch"]
 
 def common_tree(trees: Trees, placements: Mapping[str, Placement]) -> Tree | None:
     """The tree that all roots of `placements` lead to, or `None`."""
-    found = [trees.at(placement.root) for placement in placements.values()]
+    found = [trees.at(root) for placement in placements.values() for root in placement.roots.values()]
     first = found[0] if found else None
     if first is None or any(tree is None or tree.path != first.path for tree in found):
         return None
@@ -95,7 +95,8 @@ def _fit(trees: Trees, before: str, record: TreeRecord) -> bool:
     """Whether what stood at a root before may come back: an engine's own folder, or a tree for the same key."""
     if not before:
         return False
-    if Path(before).parent.parent != trees.trees:
-        return Path(before).exists()
-    tree = trees.read(Path(before).parent)
+    path = trees.holding(before)
+    if path is None:
+        return Path(before).is_dir()  # an operator's own link, or a folder that was moved aside
+    tree = trees.read(path)
     return tree is not None and tree.record.environment_hash == record.environment_hash
