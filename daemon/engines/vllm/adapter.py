@@ -120,7 +120,7 @@ class VllmEngine:
         if self._tunes():
             from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 
-            kinds.append(FlashInferAutotune(overlap="seeded" if self._spec.world_size > 1 else "local"))
+            kinds.append(FlashInferAutotune())
         return kinds
 
     def environment(self) -> Environment:
@@ -165,7 +165,9 @@ class VllmEngine:
 
     def fingerprint(self, checkpoint: CheckpointIdentity) -> Fingerprint:
         place = RankPlace(self._spec.tp_rank, self._spec.pp_rank, self._spec.dp_rank)
-        return rank_fingerprint(self._configured(), self._release, place, checkpoint, role=self._spec.group)
+        return rank_fingerprint(
+            self._configured(), self._release, place, checkpoint, device=self.device, role=self._spec.group
+        )
 
     def table_hash(self) -> str:
         """Where an engine looks for its FlashInfer tables; after `load` only, and maybe not the identity's hash."""
@@ -180,7 +182,7 @@ class VllmEngine:
         ]
 
     def release(self) -> None:
-        loading.leave_groups()
+        loading.leave_groups(self.device)
 
     # Details --------------------------------------------------------------------------------------
 

@@ -83,15 +83,21 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
 
 
 def rank_fingerprint(
-    config: VllmConfig, release: Release, place: RankPlace, checkpoint: CheckpointIdentity, *, role: Role = "target"
+    config: VllmConfig,
+    release: Release,
+    place: RankPlace,
+    checkpoint: CheckpointIdentity,
+    *,
+    device: str = "cpu",
+    role: Role = "target",
 ) -> Fingerprint:
-    """What the weights of the rank at `place` are, on the platform of this process."""
+    """What the weights of the rank at `place` are, on `device` of this process."""
     import torch
     import vllm
 
     model, parallel, cache = model_config_of(config, role), config.parallel_config, config.cache_config
     kernel = getattr(config, "kernel_config", None)
-    on_gpu = config.device_config.device_type == "cuda"
+    on_gpu = device.startswith("cuda")
     return Fingerprint(
         checkpoint=checkpoint,
         revision=str(model.revision or ""),
@@ -118,7 +124,7 @@ def rank_fingerprint(
         engine_version=str(vllm.__version__),
         torch_version=str(torch.__version__),  # a subclass of str, which msgpack refuses
         cuda_version=str(torch.version.cuda or torch.version.hip or "") if on_gpu else "",
-        gpu_model=torch.cuda.get_device_name() if on_gpu else "",
+        gpu_model=torch.cuda.get_device_name(device) if on_gpu else "",
         extra={
             # On a CPU the packing that follows lives outside the tensors, so each engine does it for itself.
             "post_processed_by": "daemon" if on_gpu else "engine",

@@ -45,6 +45,7 @@ def table_hash(config: VllmConfig) -> str:
 
     An engine lets its attention backend choose the KV block size before it hashes, so a copy of `config` does too.
     """
+    from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform
 
     update = getattr(current_platform, "update_block_size_for_backend", None)
@@ -52,7 +53,8 @@ def table_hash(config: VllmConfig) -> str:
         return _own_hash(config)
     adjusted = copy.copy(config)
     adjusted.cache_config = copy.copy(config.cache_config)
-    update(adjusted)
+    with set_current_vllm_config(adjusted):
+        update(adjusted)
     return _own_hash(adjusted)
 
 

@@ -45,11 +45,15 @@ __all__ = ["IpcCacheLoader", "install"]
 logger = logging.getLogger("vllm.warmseed")  # below vLLM's own logger, so that its handlers print it
 
 _RETRY_S: Final = 0.5
+_MARK: Final = "_warmseed_installed"  # vLLM may load its plugins more than once
 _held: list[Attachment] = []  # leases; they live as long as the process, like the model
 
 
 def install(module: ModuleType) -> None:
     """Register the format with `module`, vLLM's package of loaders; an ``ipc_cache`` of its own stays behind ours."""
+    if getattr(module, _MARK, False):
+        return
+    setattr(module, _MARK, True)
     NativeLoader.remember(module)
     if not NativeLoader.exists():
         module.register_model_loader(LOAD_FORMAT)(IpcCacheLoader)
@@ -154,7 +158,10 @@ class IpcCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not ther
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str, role: Role, address: SocketAddress
     ) -> torch.nn.Module:
         folder = checkpoint_folder(model_config.model, model_config.revision)
-        fingerprint = rank_fingerprint(vllm_config, self._release, _place(), stat_checkpoint(folder), role=role)
+        device = _device()
+        fingerprint = rank_fingerprint(
+            vllm_config, self._release, _place(), stat_checkpoint(folder), device=str(device), role=role
+        )
         attachment = attach(
             address,
             fingerprint,
@@ -162,7 +169,7 @@ class IpcCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not ther
             connect_timeout_s=self._settings.connect_timeout_s,
             state_timeout_s=self._settings.state_timeout_s,
             fallback=self._settings.fallback,
-            device=_device(vllm_config),
+            device=device,
             digest=lambda mode: digest_checkpoint(folder, mode=mode),
         )
         start = time.monotonic()
@@ -198,7 +205,7 @@ class IpcCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not ther
             raise ConfigurationError(
                 "socket_path names one daemon, but target and draft have one each: give socket_dir in its place"
             )
-        return self._settings.address(device_uuid(_device(None)), draft=role == "draft")
+        return self._settings.address(device_uuid(_device()), draft=role == "draft")
 
     @staticmethod
     def _role(vllm_config: VllmConfig, model_config: ModelConfig) -> Role | None:
@@ -230,7 +237,7 @@ def _place() -> RankPlace:
     )
 
 
-def _device(vllm_config: VllmConfig | None) -> torch.device:
+def _device() -> torch.device:
     """This rank's device; CPU ranks are told apart by their place on the node, as their daemons are."""
     from vllm.distributed import get_world_group
     from vllm.platforms import current_platform

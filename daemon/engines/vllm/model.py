@@ -63,15 +63,18 @@ def join_groups(config: VllmConfig, *, rank: int, world_size: int, local_rank: i
     return device
 
 
-def leave_groups() -> None:
+def leave_groups(device: str = "cpu") -> None:
     """Give back communicators and workspaces: what serves engines afterwards needs the weights alone."""
     import torch
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
+        torch.cuda.set_device(device)  # of this thread, which need not be the one that loaded
     destroy_model_parallel()
     destroy_distributed_environment()
     gc.collect()
-    if torch.cuda.is_available():
+    if on_gpu:
         clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # noqa: SLF001 - there is no public way
         if clear is not None:
             clear()

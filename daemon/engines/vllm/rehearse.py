@@ -30,10 +30,6 @@ def main() -> int:
     parser.add_argument("flags", nargs="+")
     given = parser.parse_args()
     start = time.monotonic()
-    # Before vLLM sets its own up: the load format must be known when its flags are parsed.
-    from warmseed.daemon.engines.vllm.plugin import register
-
-    register()
     try:
         arguments = parse_engine_arguments(given.flags)
     except ConfigurationError as error:
