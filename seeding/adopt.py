@@ -25,6 +25,7 @@ from warmseed.seeding.errors import ArtifactRefused, CannotJudge
 from warmseed.seeding.kinds.base import HealsDisk, Installation, Kind, Overrulable, Site
 from warmseed.seeding.manifest import Manifest
 from warmseed.seeding.origins import Origin, StoreOrigin
+from warmseed.seeding.payload import prepare_staging, remove_staged
 from warmseed.seeding.probation import Probation
 from warmseed.seeding.trust import Expected, Trust
 from warmseed.seeding.trust_file import save_mark
@@ -33,8 +34,6 @@ from warmseed.stores.errors import StoreError
 __all__ = ["Adopter", "Adoption", "Candidate", "Refusal"]
 
 _log = logging.getLogger(__name__)
-
-ABANDONED = 6 * 3600.0  # seconds without a write after which a staging file is certainly nobody's
 
 
 @dataclass(slots=True)
@@ -345,7 +344,7 @@ class Adopter:
         Raises:
             ArtifactRefused: when the bytes are not to be had, or are not the promised ones.
         """
-        await run_blocking(_prepare, self._staging)
+        await run_blocking(prepare_staging, self._staging)
         files: list[Path] = []
         try:
             index = None
@@ -359,7 +358,7 @@ class Adopter:
             payload = await self._payload(origin, manifest, index, files)
             yield payload, index
         finally:
-            await run_blocking(_remove, files)
+            await run_blocking(remove_staged, files)
 
     async def _payload(self, origin: Origin, manifest: Manifest, index: bytes | None, files: list[Path]) -> Path:
         """The stored object: put together from what this node has of earlier bundles, or fetched whole."""
@@ -385,19 +384,3 @@ class Adopter:
                 files.append(path)
                 return path
         raise ArtifactRefused("missing", f"{store_key} is described but nowhere to be had")
-
-
-def _prepare(staging: Path) -> None:
-    """Make the staging folder, without what killed processes left in it."""
-    staging.mkdir(0o700, parents=True, exist_ok=True)
-    oldest = time.time() - ABANDONED
-    for file in staging.iterdir():
-        with suppress(OSError):
-            if file.lstat().st_mtime < oldest:
-                file.unlink()
-
-
-def _remove(files: Sequence[Path]) -> None:
-    for file in files:
-        with suppress(OSError):
-            file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Writes what a peer streams into a staging file, and knows at the end whether it is what was promised."""
+"""Staging files: what a peer streams goes into one, and at the end it is known whether it is what was promised."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import contextlib
 import hashlib
 import os
 import secrets
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from warmseed.blocking import run_blocking
 from warmseed.seeding.errors import ArtifactRefused
 
-__all__ = ["write_stream"]
+__all__ = ["ABANDONED", "prepare_staging", "remove_staged", "write_stream"]
+
+ABANDONED = 6 * 3600.0  # seconds without a write after which a staging file is certainly nobody's
 
 
 def _create(path: Path) -> BinaryIO:
@@ -54,3 +57,20 @@ async def write_stream(pieces: AsyncIterator[bytes], folder: Path, *, sha256: st
         await run_blocking(_discard, file, target)
         raise
     return target
+
+
+def prepare_staging(staging: Path) -> None:
+    """Make the staging folder, without what killed processes left in it."""
+    staging.mkdir(0o700, parents=True, exist_ok=True)
+    oldest = time.time() - ABANDONED
+    for file in staging.iterdir():
+        with contextlib.suppress(OSError):
+            if file.lstat().st_mtime < oldest:
+                file.unlink()
+
+
+def remove_staged(files: Sequence[Path]) -> None:
+    """Remove staging files, those that are there."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)

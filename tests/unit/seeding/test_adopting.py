@@ -16,12 +16,13 @@ from tests.support import channel
 from tests.support.artifacts import FLEET, KIND, NOW, STRANGER, TABLE, PlainKind, SeedNode, run
 from tests.support.sites import ENVIRONMENT
 
-from warmseed.seeding.adopt import ABANDONED, Adoption
+from warmseed.seeding.adopt import Adoption
 from warmseed.seeding.artifact import denial_key, object_key
 from warmseed.seeding.channel.errors import PeerUnreachable
 from warmseed.seeding.environment import UNKNOWN
 from warmseed.seeding.keys import PublisherKey
 from warmseed.seeding.manifest import Index, Manifest, sign_manifest
+from warmseed.seeding.payload import ABANDONED
 from warmseed.seeding.probation import Probation
 from warmseed.seeding.publish import LIFE, Publisher
 from warmseed.seeding.statements import Denial, Pin, sign_denial, sign_pin
