@@ -157,6 +157,7 @@ class VllmEngine:
                 world_size=spec.world_size,
                 local_rank=spec.device if not self.device.startswith("cpu") else spec.local_rank,
                 store=self._store(),
+                name=f"warmseed-{spec.group}-{spec.rendezvous_port}",
             )
             module = loading.load_rank(config, self._release, device, role=spec.group)
             checkpoint = digesting.result()
