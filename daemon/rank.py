@@ -128,7 +128,7 @@ class Rank:
                 exported, fingerprint, lock.address, on_report=judge.on_report, on_detached=judge.on_detached
             )
             rehearsed = await self._rehearse(server)
-            captures = await self._capture(seeds, kinds, sites, judge) if rehearsed else []
+            captures = await self._capture(seeds, kinds, sites, judge, whole=rehearsed)
             captures, runs = await self._named_runs(captures, group)
             with phase("release") as report:
                 self._released = await run_blocking(self._release)
@@ -280,15 +280,15 @@ class Rank:
         return (default_socket_dir() if folder is None else Path(folder)) / "rehearsal"
 
     async def _capture(
-        self, seeds: Seeds, kinds: Sequence[Kind], sites: Mapping[str, Site], judge: Judge
+        self, seeds: Seeds, kinds: Sequence[Kind], sites: Mapping[str, Site], judge: Judge, *, whole: bool
     ) -> list[tuple[Kind, Capture]]:
-        """What this node made itself, read before any engine can change it."""
+        """What this node made itself, read before any engine can change it; nothing, unless it is `whole`."""
         captures: list[tuple[Kind, Capture]] = []
         for kind in kinds:
             adoption, site = self._adoptions[kind.name], sites[kind.name]
             if adoption.outcome == "installed" and adoption.complete:
                 continue
-            if adoption.outcome == "present" and await seeds.hand_on(kind, site):
+            if (adoption.outcome == "present" and await seeds.hand_on(kind, site)) or not whole:
                 continue
             with self.status.phase(f"capture-{kind.name}") as report:
                 capture = await seeds.capture(kind, site)

@@ -17,8 +17,9 @@ from typing import Literal
 
 from warmseed.blocking import run_blocking
 from warmseed.errors import WarmseedError, printable
+from warmseed.seeding.adoption import Adoption, Candidate, Refusal
 from warmseed.seeding.artifact import ArtifactKey, object_key
-from warmseed.seeding.bundle.index import read_index
+from warmseed.seeding.bundle.index import INDEX_BYTES, read_index
 from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.errors import ArtifactRefused, CannotJudge
 from warmseed.seeding.kinds.base import HealsDisk, Installation, Kind, Overrulable, Site
@@ -33,49 +34,7 @@ __all__ = ["Adopter", "Adoption", "Candidate", "Refusal"]
 
 _log = logging.getLogger(__name__)
 
-INDEX_BYTES = 64 << 20  # bytes in the largest file index ever read
 ABANDONED = 6 * 3600.0  # seconds without a write after which a staging file is certainly nobody's
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why one candidate, or one whole origin, was passed over."""
-
-    origin: str
-    reason: str  # a stable word: `ArtifactRefused.reason`, ``unavailable``, ``missing``, ``disk``, ``budget``
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Adoption:
-    """How the search for one warmup cache ended."""
-
-    kind: str
-    outcome: Literal["present", "installed", "none"]
-    origin: str = ""  # where it came from
-    manifest: Manifest | None = None
-    envelope: bytes = b""  # as signed, so that this node can hand it on
-    installation: Installation | None = None
-    seconds: float = 0.0
-    refusals: tuple[Refusal, ...] = ()
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is left for local work."""
-        if self.outcome == "present":
-            return True
-        return self.installation is not None and self.installation.complete
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """An artifact that is believed and fetched, but not installed."""
-
-    origin: str
-    manifest: Manifest
-    envelope: bytes
-    payload: Path  # a staging file, there for as long as `Adopter.candidates` is open
-    index: bytes | None
 
 
 @dataclass(slots=True)
@@ -390,10 +349,12 @@ class Adopter:
         files: list[Path] = []
         try:
             index = None
-            if manifest.index is not None:
-                path = await self._object(
-                    origin, object_key(manifest.index.sha256), manifest.index.sha256, manifest.index.length, files
-                )
+            if (stated := manifest.index) is not None:
+                if stated.length > INDEX_BYTES:
+                    raise ArtifactRefused(
+                        "length", f"an index of {stated.length} bytes; {INDEX_BYTES} are read at most"
+                    )
+                path = await self._object(origin, object_key(stated.sha256), stated.sha256, stated.length, files)
                 index = await run_blocking(path.read_bytes)
             payload = await self._payload(origin, manifest, index, files)
             yield payload, index

@@ -68,9 +68,8 @@ def free_bytes(device: str) -> int:
 
 
 def say(**record: Any) -> None:
-    """One line of JSON to the parent."""
-    print(json.dumps(record), flush=True)
-
+    """One line to the parent, written at once: forked children share the pipe."""
+    os.write(1, json.dumps(record).encode() + b"\n")
 
 # The daemon --------------------------------------------------------------------------------------
 

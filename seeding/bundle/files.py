@@ -9,14 +9,23 @@ import os
 import stat
 from collections.abc import Iterator
 
-__all__ = ["DIRECTORY", "Disk", "owned_mode"]
+__all__ = ["DIRECTORY", "Disk", "owned_mode", "start_writeback"]
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100  # linux/fcntl.h
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def start_writeback(handle: int) -> None:
+    """Have the kernel begin to write what the open file has in memory, so that a later `fsync` waits less."""
+    if (sync_file_range := getattr(_libc, "sync_file_range", None)) is not None:
+        sync_file_range(
+            handle, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE
+        )  # a hint: never fails a write
 
 
 def owned_mode(mode: int) -> int:

@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 import zstandard
 
+from warmseed.seeding.bundle.files import start_writeback
 from warmseed.seeding.bundle.index import Chunk
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.manifest import Stored
@@ -53,35 +54,74 @@ def large_cuts(data: memoryview) -> Iterator[int]:
     yield size
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A run of bytes of a chunk."""
+
+    data: bytes | memoryview
+    file: int = -1  # its number, where the run is all of a file
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """What became of a batch of chunks."""
+
+    chunks: list[tuple[str, int, int]]  # id, length, length of the frame
+    digests: dict[int, str]  # of the files that are whole in it
+    pieces: list[bytes]
+    frames: list[bytes]
+
+
+def _pack(batch: Sequence[Sequence[_Part]]) -> _Packed:
+    """Hash and compress a batch, in few large calls, so that threads do not queue for the interpreter."""
+    ids, digests = [], {}
+    for chunk in batch:
+        name = hashlib.sha256()
+        for part in chunk:
+            if part.file < 0:
+                name.update(part.data)
+            else:
+                digest = hashlib.sha256(part.data)
+                digests[part.file] = digest.hexdigest()
+                name.update(digest.digest())
+        ids.append(name.hexdigest())
+    pieces = [b"".join([part.data for part in chunk]) for chunk in batch]
+    frames = _compress(pieces)
+    lengths = [(len(piece), len(frame)) for piece, frame in zip(pieces, frames, strict=True)]
+    return _Packed([(i, *both) for i, both in zip(ids, lengths, strict=True)], digests, pieces, frames)
+
+
 def _compress(pieces: Sequence[bytes]) -> list[bytes]:
-    """One frame a piece; on several cores and in one call, so that threads do not queue for the interpreter."""
     compressor = zstandard.ZstdCompressor(level=LEVEL)
-    if "multi_compress_to_buffer" in zstandard.backend_features:
-        made = compressor.multi_compress_to_buffer(list(pieces), threads=_THREADS)
-        return [made[number].tobytes() for number in range(len(made))]
-    return [compressor.compress(piece) for piece in pieces]
+    if "multi_compress_to_buffer" not in zstandard.backend_features:
+        return [compressor.compress(piece) for piece in pieces]
+    made = compressor.multi_compress_to_buffer(list(pieces), threads=_THREADS)
+    return [made[number].tobytes() for number in range(len(made))]
 
 
 class FrameWriter:
-    """Writes a tar as frames, and remembers its digest and chunks. Use as a context manager.
+    """Writes a tar as frames, and remembers its digests and chunks. Use as a context manager.
 
-    Compression and the digest of the whole run on other cores; what waits for them is bounded.
+    Hashing and compression run on other cores; what waits for them is bounded.
     """
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
+        # One thread each: batches are hashed and written in their order.
         self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="warmseed-pack")
-        self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="warmseed-hash")  # one: order matters
-        self._pending: deque[_Pending] = deque()
-        self._parts: list[bytes | memoryview] = []  # of the chunk being collected
-        self._id = hashlib.sha256()
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="warmseed-write")
+        self._pending: deque[Future[_Packed]] = deque()
+        self._large: dict[int, Future[str]] = {}  # digests of files that lie in several chunks
+        self._written: deque[Future[None]] = deque()
+        self._parts: list[_Part] = []  # of the chunk being collected
         self._size = 0
-        self._batch: list[bytes] = []
-        self._ids: list[str] = []
+        self._batch: list[list[_Part]] = []
         self._batched = 0
         self._hash = hashlib.sha256()
         self._offset = 0
         self._stored = hashlib.sha256()
+        self._digests: dict[int, str] = {}
+        self._files = 0
         self.length = 0  # bytes of the tar so far
         self.chunks: list[Chunk] = []
 
@@ -90,90 +130,88 @@ class FrameWriter:
 
     def __exit__(self, *exc: object) -> None:
         self._packer.shutdown(wait=True, cancel_futures=True)
-        self._hasher.shutdown(wait=True, cancel_futures=True)
+        self._writer.shutdown(wait=True, cancel_futures=True)
 
-    def add(self, header: bytes, data: memoryview, padding: bytes) -> str:
-        """One file of the tar: its header, its bytes, its padding. The SHA-256 of its bytes."""
-        digest = hashlib.sha256(data)
+    def add(self, header: bytes, data: memoryview, padding: bytes) -> None:
+        """One file of the tar: its header, its bytes, its padding. `data` must stay as it is until `finish`."""
+        number, self._files = self._files, self._files + 1
         whole = len(header) + len(data) + len(padding)
         if self._size >= SMALL and (self._size + whole > TARGET or zlib.crc32(header) & 7 == 0):
             self._cut()
-        self._append(header)
+        self._append(_Part(header))
         if len(data) <= LARGE:
-            self._append(data, name=digest.digest())
-            self._append(padding)
-            return digest.hexdigest()
+            self._append(_Part(data, number))
+            self._append(_Part(padding))
+            return
+        self._large[number] = self._writer.submit(lambda: hashlib.sha256(data).hexdigest())
         start = 0
         for end in large_cuts(data):
-            self._append(data[start:end])
+            self._append(_Part(data[start:end]))
             start = end
             if end == len(data):
-                self._append(padding)
+                self._append(_Part(padding))
             self._cut()
-        return digest.hexdigest()
 
     def finish(self, trailer: bytes) -> str:
         """Write the end; the SHA-256 of the whole uncompressed tar."""
-        self._append(trailer)
+        self._append(_Part(trailer))
         self._cut()
         self._submit()
         while self._pending:
             self._drain()
-        self._hasher.submit(lambda: None).result()  # everything before it is done then
+        while self._written:
+            self._written.popleft().result()
         return self._hash.hexdigest()
+
+    @property
+    def digests(self) -> list[str]:
+        """The SHA-256 of every file, in the order in which they were added; once `finish` has returned."""
+        large = {number: future.result() for number, future in self._large.items()}
+        return [large[number] if number in large else self._digests[number] for number in range(self._files)]
 
     @property
     def stored(self) -> Stored:
         """What a manifest says of the frames written."""
         return Stored(encoding="zstd", sha256=self._stored.hexdigest(), length=self._offset)
 
-    def _append(self, data: bytes | memoryview, *, name: bytes | None = None) -> None:
-        """Add `data` to the chunk; `name` stands for it in the chunk's id where it was hashed already."""
-        if len(data):
-            self._id.update(data if name is None else name)
-            self._parts.append(data)
-            self._size += len(data)
-            self.length += len(data)
+    def _append(self, part: _Part) -> None:
+        if len(part.data) or part.file >= 0:
+            self._parts.append(part)
+            self._size += len(part.data)
+            self.length += len(part.data)
 
     def _cut(self) -> None:
         if not self._size:
             return
-        self._batch.append(b"".join(self._parts))
-        self._ids.append(self._id.hexdigest())
+        self._batch.append(self._parts)
         self._batched += self._size
-        self._parts, self._size, self._id = [], 0, hashlib.sha256()
+        self._parts, self._size = [], 0
         if self._batched >= _BATCH:
             self._submit()
 
     def _submit(self) -> None:
         if self._batch:
-            frames = self._packer.submit(_compress, self._batch)
-            hashed = self._hasher.submit(self._hash.update, b"".join(self._batch))
-            self._pending.append(_Pending(self._ids, [len(piece) for piece in self._batch], frames, hashed))
-            self._batch, self._ids, self._batched = [], [], 0
+            self._pending.append(self._packer.submit(_pack, self._batch))
+            self._batch, self._batched = [], 0
         while len(self._pending) > _AHEAD:
             self._drain()
 
     def _drain(self) -> None:
-        done = self._pending.popleft()
-        frames = done.frames.result()
-        for name, length, frame in zip(done.ids, done.lengths, frames, strict=True):
-            self.chunks.append(Chunk(name, length, self._offset, len(frame)))
-            self._offset += len(frame)
-        stored = b"".join(frames)
+        packed = self._pending.popleft().result()
+        for name, length, stored in packed.chunks:
+            self.chunks.append(Chunk(name, length, self._offset, stored))
+            self._offset += stored
+        self._digests.update(packed.digests)
+        self._written.append(self._writer.submit(self._write, packed))
+        while len(self._written) > _AHEAD:
+            self._written.popleft().result()
+
+    def _write(self, packed: _Packed) -> None:
+        self._hash.update(b"".join(packed.pieces))
+        stored = b"".join(packed.frames)
+        self._stored.update(stored)
         self._out.write(stored)
-        done.hashed.result()
-        self._hasher.submit(self._stored.update, stored)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A batch on its way through the other threads."""
-
-    ids: list[str]
-    lengths: list[int]
-    frames: Future[list[bytes]]
-    hashed: Future[None]
+        start_writeback(self._out.fileno())
 
 
 def compressed(path: Path) -> bool:

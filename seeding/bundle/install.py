@@ -26,6 +26,7 @@ from warmseed.seeding.errors import ArtifactRefused
 
 __all__ = ["RESERVE", "Target", "authenticated", "check_space", "write_tree"]
 
+IN_MEMORY = 512 << 20  # bytes; a larger bundle is expanded on the disk
 RESERVE = 256 << 20  # bytes left free on the disk after an installation
 
 
@@ -55,14 +56,18 @@ def check_space(folder: Path, length: int) -> None:
 def authenticated(payload: Path, staging: Path, *, sha256: str, length: int) -> Iterator[memoryview]:
     """The uncompressed tar of `payload` (plain, or zstd frames), once its length and digest are right.
 
-    A compressed payload is expanded into a file without a name in `staging`, which is gone when this ends.
+    A compressed payload is expanded in memory up to `IN_MEMORY` bytes, else into a file without a name in `staging`; it
+    is gone when this ends.
 
     Raises:
         ArtifactRefused: ``length``, ``digest`` or ``malformed``; nothing was parsed then.
         OSError: when the disk fails.
     """
     if compressed(payload):
-        handle = os.open(staging, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        if length <= IN_MEMORY:  # the disk is spared from bytes that are gone in a second
+            handle = os.memfd_create("warmseed-bundle", os.MFD_CLOEXEC)
+        else:
+            handle = os.open(staging, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         file = os.fdopen(handle, "w+b", buffering=0)
     else:
         file = payload.open("rb", buffering=0)

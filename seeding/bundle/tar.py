@@ -9,6 +9,7 @@ other feature of tar do not exist here. `tarfile` reads these archives, and is n
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ NAME_BYTES = 1024  # bytes in the longest name
 COMPONENT_BYTES = 255  # bytes in the longest part of a name: what Linux file systems take
 MEMBER_BYTES = 1 << 33  # bytes; what eleven octal digits of the classic header can say
 _PAX_BYTES = 1088  # bytes in the longest PAX record a name can need
+
+_PLAIN = re.compile(r"[A-Za-z0-9._+@=-]+(?:/[A-Za-z0-9._+@=-]+)*")
+_DOTS = re.compile(r"(?:^|/)\.{1,2}(?:/|$)")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -50,6 +54,8 @@ def check_name(name: str) -> str:
     Raises:
         ArtifactRefused: ``malformed``.
     """
+    if _PLAIN.fullmatch(name) and len(name) <= COMPONENT_BYTES and not _DOTS.search(name):
+        return name  # nearly all names, and nothing below could refuse one of them
     try:
         raw = name.encode("utf-8")
     except UnicodeEncodeError:

@@ -8,20 +8,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from warmseed.errors import printable
 from warmseed.seeding.bundle.files import DIRECTORY
 from warmseed.seeding.bundle.tar import MEMBERS
 from warmseed.seeding.errors import ArtifactRefused
 
-__all__ = ["Found", "Snapshot", "read_file", "take_snapshot", "wait_until_quiet"]
+__all__ = ["FileReader", "Found", "Snapshot", "read_file", "take_snapshot", "wait_until_quiet"]
 
 DEPTH = 48  # folders below one another; deeper is no cache
-FILE_BYTES = 4 << 30  # bytes in the largest file captured
+FILE_BYTES = 2 << 30  # bytes in the largest file captured
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """One regular file, as `stat` sees it. Two equal values mean an unchanged file."""
 
     size: int
@@ -56,15 +57,14 @@ def _take(folder: int, prefix: str, depth: int, skip: Callable[[str], bool], sna
     if depth > DEPTH:
         raise ArtifactRefused("malformed", f"{prefix!r} lies more than {DEPTH} folders deep; that is no cache")
     with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries)
-    for name in names:
-        path = prefix + name
+        found = [(prefix + entry.name, entry) for entry in entries]
+    for path, entry in found:
         if skip(path):
             continue
         try:
-            info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            info = entry.stat(follow_symlinks=False)  # relative to the open folder
             if stat.S_ISDIR(info.st_mode):
-                handle = os.open(name, DIRECTORY, dir_fd=folder)
+                handle = os.open(entry.name, DIRECTORY, dir_fd=folder)
                 try:
                     _take(handle, path + "/", depth + 1, skip, snapshot)
                 finally:
@@ -110,37 +110,66 @@ def wait_until_quiet(
         earlier = now
 
 
-def read_file(folder: int, path: str) -> bytes:
-    """The bytes of the file at `path` below the open `folder`; no component may be a link.
+class FileReader:
+    """Reads files below one open folder, whose inner folders it keeps open from one file to the next.
 
-    Raises:
-        ArtifactRefused: ``length``, for a file over `FILE_BYTES`.
-        OSError: when it can't be read, or a link stands in the way.
+    Use as a context manager. No component of a path may be a link.
     """
-    parts = path.split("/")
-    handle, opened = folder, []
+
+    def __init__(self, folder: int) -> None:
+        self._open: list[tuple[str, int]] = [("", folder)]
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        while len(self._open) > 1:
+            os.close(self._open.pop()[1])
+
+    def read(self, path: str) -> bytes:
+        """The bytes of the file at `path`.
+
+        Raises:
+            ArtifactRefused: ``length``, for a file over `FILE_BYTES`.
+            OSError: when it can't be read, or a link stands in the way.
+        """
+        parts = path.split("/")
+        name = parts.pop()
+        common = 0
+        while common < min(len(parts), len(self._open) - 1) and self._open[common + 1][0] == parts[common]:
+            common += 1
+        while len(self._open) - 1 > common:
+            os.close(self._open.pop()[1])
+        for part in parts[common:]:
+            self._open.append((part, os.open(part, DIRECTORY, dir_fd=self._open[-1][1])))
+        return _read(name, self._open[-1][1])
+
+
+def _read(name: str, folder: int) -> bytes:
     try:
-        for part in parts[:-1]:
-            handle = os.open(part, DIRECTORY, dir_fd=handle)
-            opened.append(handle)
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            file = os.open(parts[-1], flags | os.O_NOATIME, dir_fd=handle)  # keeps the engine's own reads visible
-        except PermissionError:  # another owner's file
-            file = os.open(parts[-1], flags, dir_fd=handle)
-        try:
-            size = os.fstat(file).st_size
-            if size > FILE_BYTES:
-                raise ArtifactRefused("length", f"{path!r} has {size} bytes; files over {FILE_BYTES} are not captured")
-            pieces = []
-            while piece := os.read(file, 8 << 20):
-                pieces.append(piece)
-            return b"".join(pieces) if len(pieces) != 1 else pieces[0]
-        finally:
-            os.close(file)
+        # Without an access time of our own the engine's reads stay visible.
+        file = os.open(name, _FILE | os.O_NOATIME, dir_fd=folder)
+    except PermissionError:  # another owner's file
+        file = os.open(name, _FILE, dir_fd=folder)
+    try:
+        size = os.fstat(file).st_size
+        if size > FILE_BYTES:
+            raise ArtifactRefused("length", f"{name!r} has {size} bytes; files over {FILE_BYTES} are not captured")
+        data = os.read(file, size + 1)
+        if len(data) == size:
+            return data
+        pieces = [data]  # it grew, or the kernel gave less than was asked for
+        while piece := os.read(file, 8 << 20):
+            pieces.append(piece)
+        return b"".join(pieces)
     finally:
-        for entry in reversed(opened):
-            os.close(entry)
+        os.close(file)
+
+
+def read_file(folder: int, path: str) -> bytes:
+    """The bytes of the one file at `path` below the open `folder`, as `FileReader` reads them."""
+    with FileReader(folder) as reader:
+        return reader.read(path)
 
 
 def open_folder(path: Path) -> int:

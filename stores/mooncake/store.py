@@ -177,7 +177,12 @@ class MooncakeStore(BaseStore):
 
     async def _check_file(self, key: str, body: Body) -> None:
         if body.path is not None:
-            status = await run_blocking(os.stat, body.path)
+            try:
+                status = await run_blocking(os.stat, body.path)
+            except OSError as error:
+                raise ObjectInvalid(
+                    f"{self.name}: the file of {key} can't be read ({error.strerror}); nothing was stored"
+                ) from error
             if status.st_size != body.size:
                 raise ObjectInvalid(
                     f"{self.name}: the file of {key} has {status.st_size} bytes, not {body.size}; nothing was stored"

@@ -15,6 +15,7 @@ from tests.support.tables import H200, local_path, put_local, table_site, table_
 from warmseed.seeding.adopt import Adoption
 from warmseed.seeding.kinds.autotune.group import TableMember, adopt_in_group, note_published
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
+from warmseed.seeding.kinds.autotune.layout import MANAGED_ROOT, PER_RANK_ROOT
 from warmseed.seeding.kinds.autotune.notes import Note, write_note
 from warmseed.seeding.kinds.base import Site
 from warmseed.seeding.rejected import list_rejected
@@ -139,6 +140,20 @@ def test_tables_that_an_engine_without_us_tuned_for_all_ranks_are_kept(tmp_path:
         assert all(local_path(site).exists() for site in mirror)
 
     asyncio.run(main())
+
+
+def test_a_group_uses_the_v1_home_alone_also_where_an_engine_has_both(tmp_path: Path, store: Path) -> None:
+    async def main() -> list[Site]:
+        both = (PER_RANK_ROOT, MANAGED_ROOT)
+        mirror = [table_site(tmp_path / f"rank{rank}", world_rank=rank, homes=both) for rank in range(2)]
+        for site in mirror:
+            put_local(site, table_of(site.world_rank))
+        assert {a.outcome for a in await decide(mirror, store)} == {"present"}
+        return mirror
+
+    for site in asyncio.run(main()):
+        assert local_path(site).exists()
+        assert not site.roots[MANAGED_ROOT].exists()
 
 
 def test_local_tables_of_two_environments_are_no_group(tmp_path: Path, store: Path) -> None:

@@ -206,7 +206,9 @@ def test_a_path_never_leads_to_a_partial_tree_while_bundles_come_and_go(source: 
             handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 names = set(os.listdir(handle))
-                inner = set(os.listdir(os.open("ab", os.O_RDONLY | os.O_DIRECTORY, dir_fd=handle)))
+                below = os.open("ab", os.O_RDONLY | os.O_DIRECTORY, dir_fd=handle)
+                inner = set(os.listdir(below))
+                os.close(below)
             finally:
                 os.close(handle)
             if not ({"ab", "fxgraph"} <= names) or inner not in ({"cab.py", "cab.so"}, {"cab.py", "cab.so", "new.py"}):

@@ -120,7 +120,7 @@ class VllmEngine:
         if self._tunes():
             from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 
-            kinds.append(FlashInferAutotune(overlap="seeded" if self._spec.world_size > 1 else "local"))
+            kinds.append(FlashInferAutotune())
         return kinds
 
     def environment(self) -> Environment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 
@@ -10,9 +11,10 @@ from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused, CannotJudge
 from warmseed.seeding.kinds.autotune.bounded import JsonLimits
 from warmseed.seeding.kinds.autotune.compare import require_publishable, require_same
-from warmseed.seeding.kinds.autotune.convert import table_of_stores
+from warmseed.seeding.kinds.autotune.convert import table_of_store, table_of_stores
 from warmseed.seeding.kinds.autotune.files import held_folder, replace_file
 from warmseed.seeding.kinds.autotune.home import label, metadata_of, per_rank_path
+from warmseed.seeding.kinds.autotune.install import merge
 from warmseed.seeding.kinds.autotune.layout import (
     KIND,
     MANAGED_ROOT,
@@ -23,6 +25,7 @@ from warmseed.seeding.kinds.autotune.layout import (
 from warmseed.seeding.kinds.autotune.local import LocalTable, Standing, examine_table, list_stores
 from warmseed.seeding.kinds.autotune.managed import ManagedStore, encode_stores, entry_paths
 from warmseed.seeding.kinds.autotune.provenance import describe
+from warmseed.seeding.kinds.autotune.table import Table
 from warmseed.seeding.kinds.autotune.undo import remember_digest, remember_managed
 from warmseed.seeding.kinds.base import Capture, Site
 
@@ -44,15 +47,28 @@ def capture_tables(site: Site) -> Capture | None:
             f"this node does not know its {', '.join(ours.unknown)}, so its table is not published",
             fields=ours.unknown,
         )
-    if PER_RANK_ROOT in site.roots:
-        local = examine_table(per_rank_path(site), ours)
-        if local.standing is not Standing.ABSENT:
-            return _of_table(local, ours, site)
+    stores: tuple[ManagedStore, ...] = ()
     if MANAGED_ROOT in site.roots:
         stores = tuple(store for store in list_stores(site.roots[MANAGED_ROOT], ours) if store.entries)
-        if stores:
-            return _of_stores(stores, ours, site)
-    return None
+    if PER_RANK_ROOT in site.roots:
+        local = examine_table(per_rank_path(site), ours)
+        if local.standing is Standing.GOOD and local.table is not None:
+            return _of_table(_with_newer(local, local.table, stores), ours, site)
+        if local.standing is not Standing.ABSENT:
+            return _of_table(local, ours, site)
+    return _of_stores(stores, ours, site) if stores else None
+
+
+def _with_newer(local: LocalTable, table: Table, stores: tuple[ManagedStore, ...]) -> LocalTable:
+    """The v1 table with what the engine tuned into the managed store since; one engine reads only one of the two."""
+    plain = next((store for store in stores if not store.measured), None)
+    if plain is None:
+        return local
+    found = table_of_store(plain)
+    if found.entries.keys() <= table.entries.keys():
+        return local
+    joined = merge(table, found, "local")
+    return dataclasses.replace(local, table=joined, data=joined.encode())
 
 
 def _of_table(local: LocalTable, ours: Environment, site: Site) -> Capture:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -13,11 +14,12 @@ from warmseed.seeding.adopt import Adopter, Adoption, Candidate
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.gang import Offer, decide_together
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
+from warmseed.seeding.kinds.autotune.layout import MANAGED_ROOT, PER_RANK_ROOT
 from warmseed.seeding.kinds.autotune.notes import Note, local_digest, read_note, write_note
 from warmseed.seeding.kinds.base import Installation, Site
 from warmseed.seeding.rendezvous import Rendezvous
 
-__all__ = ["TableMember", "adopt_in_group", "note_published"]
+__all__ = ["TableMember", "adopt_in_group", "note_published", "per_rank_site"]
 
 _log = logging.getLogger(__name__)
 _LOCAL = "local/"  # prefix of the name of tables that nobody published: an older engine tuned them here
@@ -120,6 +122,7 @@ async def adopt_in_group(
         GangBroken: this rank can't know what the others did; its start must end.
     """
     start = time.monotonic()
+    site = per_rank_site(site)
     async with TableMember(adopter, kind, site) as member:
         decision = await decide_together(meeting, member, name=name, timeout=timeout)
         seconds = time.monotonic() - start
@@ -137,4 +140,14 @@ async def adopt_in_group(
 
 async def note_published(site: Site, run: str) -> None:
     """Note that what lies here now was published as `run`, so that the next start's group finds it at home."""
-    await run_blocking(_note_local, site, run)
+    await run_blocking(_note_local, per_rank_site(site), run)
+
+
+def per_rank_site(site: Site) -> Site:
+    """`site` with the v1 home alone, where it has one: in a group, engines do not use the managed store.
+
+    FlashInfer 0.7.2 deadlocks when one rank of a group hits in it and another misses.
+    """
+    if PER_RANK_ROOT not in site.roots or MANAGED_ROOT not in site.roots:
+        return site
+    return dataclasses.replace(site, roots={name: path for name, path in site.roots.items() if name != MANAGED_ROOT})

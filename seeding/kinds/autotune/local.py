@@ -70,9 +70,7 @@ def examine_table(path: Path, ours: Mapping[str, str]) -> LocalTable:
     except ArtifactRefused as refused:
         return LocalTable(path, Standing.CORRUPT, str(refused))
     found = compare(table.metadata, ours)
-    if found.hard and not found.soft:
-        standing, reason = Standing.FOREIGN, "; ".join(map(str, found.hard))
-    elif found.hard:
+    if found.hard:
         standing, reason = Standing.FOREIGN, "; ".join(map(str, (*found.hard, *found.soft)))
     elif found.soft or found.wildcard:
         standing, reason = Standing.VAGUE, "; ".join((*map(str, found.soft), *(f"{w}: any" for w in found.wildcard)))

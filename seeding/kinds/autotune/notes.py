@@ -58,7 +58,7 @@ def write_note(site: Site, note: Note | None) -> None:
 
 
 def local_digest(site: Site) -> str:
-    """SHA-256 of what lies in this rank's homes: the v1 file, and the managed entries noted for it.
+    """SHA-256 of this rank's table as it lies here: the v1 file, or the managed entries noted for it.
 
     Raises:
         OSError: if the disk fails.
@@ -66,7 +66,7 @@ def local_digest(site: Site) -> str:
     paths: list[Path] = []
     if PER_RANK_ROOT in site.roots:
         paths.append(per_rank_path(site))
-    if MANAGED_ROOT in site.roots:
+    elif MANAGED_ROOT in site.roots:
         paths += [site.roots[MANAGED_ROOT] / name for name in managed_files(site.state, label(site))]
     found = hashlib.sha256()
     for path in paths:

@@ -14,7 +14,7 @@ from warmseed.seeding.artifact import bundle_key
 from warmseed.seeding.bundle import tar
 from warmseed.seeding.bundle.frames import FrameWriter
 from warmseed.seeding.bundle.index import BundleIndex, CacheRecord, FileRecord, write_index
-from warmseed.seeding.bundle.walk import Found, Snapshot, open_folder, read_file, take_snapshot, wait_until_quiet
+from warmseed.seeding.bundle.walk import FileReader, Found, Snapshot, open_folder, take_snapshot, wait_until_quiet
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.kinds.base import Capture, Site
@@ -42,6 +42,17 @@ class _Source:
     folder: int
     prefix: str = ""  # what stands before the folder's paths in the bundle
     snapshot: Snapshot = field(default_factory=Snapshot)
+    paths: tuple[Path, Path] = field(init=False)  # as engines know it, and with its links resolved
+    reader: FileReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.paths = (self.path, Path(os.path.realpath(self.path)))
+        self.reader = FileReader(self.folder)
+
+    def close(self) -> None:
+        """Close the folder and what was opened below it."""
+        self.reader.__exit__()
+        os.close(self.folder)
 
     def name(self, path: str) -> str:
         """How the bundle calls the file at `path` below the folder."""
@@ -56,10 +67,10 @@ class _Bundle:
         self._needles = needles
         self._common = os.path.commonpath(list(needles)) if needles else b""  # one search for most files
         self._order = tar.Order()
-        self._added: list[tuple[str, int, Found, bool, str]] = []
+        self._added: list[tuple[str, int, Found, bool]] = []
         self.left_out: dict[str, str] = {}
 
-    def add(self, source: _Source, path: str, roots: Sequence[Path]) -> None:
+    def add(self, source: _Source, path: str) -> None:
         found = source.snapshot.files[path]
         name = source.name(path)
         if reason := source.cache.refuses(path, found.size):
@@ -68,8 +79,8 @@ class _Bundle:
         try:
             tar.check_name(name)
             self._order.check(name)
-            raw = read_file(source.folder, path)
-            data = source.cache.captured(path, raw, roots)
+            raw = source.reader.read(path)
+            data = source.cache.captured(path, raw, source.paths)
         except ValueError as error:
             self.left_out[printable(name)] = str(error)
             return
@@ -81,10 +92,8 @@ class _Bundle:
         if len(raw) != found.size:
             raise ArtifactRefused("busy", f"{printable(name)!r} changed while it was read")
         executable = bool(found.mode & 0o100)
-        digest = self._frames.add(
-            tar.header(name, len(data), executable=executable), memoryview(data), tar.padding(len(data))
-        )
-        self._added.append((name, len(data), found, self._holds_a_root(data), digest))
+        self._frames.add(tar.header(name, len(data), executable=executable), memoryview(data), tar.padding(len(data)))
+        self._added.append((name, len(data), found, self._holds_a_root(data)))
 
     def records(self) -> tuple[FileRecord, ...]:
         """The index's entries, once the frames are finished."""
@@ -97,7 +106,7 @@ class _Bundle:
                 sha256=digest,
                 bound=bound,
             )
-            for name, size, found, bound, digest in self._added
+            for (name, size, found, bound), digest in zip(self._added, self._frames.digests, strict=True)
         )
 
     def __len__(self) -> int:
@@ -131,7 +140,7 @@ def capture_bundle(
             temporary.unlink(missing_ok=True)
     finally:
         for source in sources:
-            os.close(source.folder)
+            source.close()
 
 
 def _open(caches: Sequence[CompiledCache], site: Site) -> list[_Source]:
@@ -146,7 +155,7 @@ def _open(caches: Sequence[CompiledCache], site: Site) -> list[_Source]:
                     sources.append(_Source(cache, folder, open_folder(folder), prefix))
     except BaseException:
         for source in sources:
-            os.close(source.folder)
+            source.close()
         raise
     return sources
 
@@ -180,7 +189,7 @@ def _write(
             records: dict[str, CacheRecord] = {}
             for source, path in _in_order(sources):
                 before = len(bundle)
-                bundle.add(source, path, [source.path, Path(os.path.realpath(source.path))])
+                bundle.add(source, path)
                 if len(bundle) > before and source.cache.name not in records:
                     records[source.cache.name] = source.cache.record(site)
             for source in sources:

@@ -432,3 +432,12 @@ def test_an_unsigned_table_of_stock_vllm_meets_the_same_rules(tmp_path: Path) ->
         KIND.install(KIND.reference_manifest(other, site, issued_at=1, publisher="stock vLLM"), other, None, site)
     with pytest.raises(ArtifactRefused):
         KIND.reference_manifest(payload_of(tmp_path, b"[]"), site, issued_at=1, publisher="stock vLLM")
+
+
+def test_what_was_tuned_into_the_store_since_is_published_with_the_v1_table(tmp_path: Path) -> None:
+    site = table_site(tmp_path, homes=(PER_RANK_ROOT, MANAGED_ROOT))
+    real_store(site)
+    put_local(site, table_text(2, tactic=7))
+    capture = KIND.capture(site)
+    assert capture is not None
+    assert len(parse_table(capture.payload.read_bytes()).entries) == 8

@@ -21,7 +21,7 @@ from warmseed.seeding.artifact import denial_key, object_key
 from warmseed.seeding.channel.errors import PeerUnreachable
 from warmseed.seeding.environment import UNKNOWN
 from warmseed.seeding.keys import PublisherKey
-from warmseed.seeding.manifest import Manifest, sign_manifest
+from warmseed.seeding.manifest import Index, Manifest, sign_manifest
 from warmseed.seeding.probation import Probation
 from warmseed.seeding.publish import LIFE, Publisher
 from warmseed.seeding.statements import Denial, Pin, sign_denial, sign_pin
@@ -451,6 +451,19 @@ def test_what_killed_processes_left_in_staging_goes_and_what_others_write_stays(
             os.utime(staging / name, (time.time() - age,) * 2)
         await adopted(b)
         assert [file.name for file in staging.iterdir()] == ["busy"]
+
+    run(main())
+
+
+def test_an_index_of_absurd_length_is_never_fetched(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = FakeStore()
+        a, b = node(tmp_path, "a", stores=(store,)), node(tmp_path, "b", stores=(store,))
+        published = await a.publish(TABLE)
+        forged = changed(index=Index("e" * 64, 1 << 40))(published.manifest)
+        await a.chain.push(a.key.manifest_key(1), sign_manifest(forged, [FLEET]))
+        assert reasons(await adopted(b)) == ["length"]
+        assert store.count("open", object_key("e" * 64)) == 0
 
     run(main())
 
