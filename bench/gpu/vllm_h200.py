@@ -4,6 +4,9 @@
     python bench/gpu/vllm_h200.py setup .kit5 SITE  # there: unpack them, and warmseed with its entry points, into SITE
     PYTHONPATH=SITE python bench/gpu/vllm_h200.py play --work DIR [--steps a,b] [--tp 2] [--json FILE]
 
+The GPU machine has no network and takes 64 MiB a call: carry the vLLM kit's parts one by one, this one's, and a folder
+with a tokenizer; each call of ``play`` then names a few steps.
+
 ``play`` remembers what it has done in DIR, so that its steps can be spread over calls with a time limit:
 
     model    a random Llama-8B shape in bf16, with a real tokenizer's folder given by --tokenizer
@@ -17,7 +20,8 @@
     foreign  node C at another path, seeded by the store, A's and B's gone
     parity   --quantization fp8: tokens of a mapped engine and of a disk load, bit for bit the same
 
-With --tp 2 every step runs with one daemon per GPU.
+With --tp 2 every step runs with one daemon per GPU. With --eager nothing is compiled, which is of use only to try this
+script itself, on any machine and model.
 """
 
 from __future__ import annotations
@@ -190,6 +194,7 @@ class Play:
     tokenizer: Path
     tp: int
     quantization: str = ""
+    eager: bool = False
     figures: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -216,6 +221,8 @@ class Play:
 
     def shape(self) -> dict[str, Any]:
         shape: dict[str, Any] = dict(SHAPE)
+        if self.eager:
+            shape["enforce_eager"] = True
         if self.tp > 1:
             shape["tensor_parallel_size"] = self.tp
         if self.quantization:
@@ -263,7 +270,8 @@ class Play:
         a = self.node("A", self.canonical, *self.shared())
         try:
             ready = a.start()
-            wait_published(self.store)
+            if not self.eager:
+                wait_published(self.store)
             self.save(empty_ready_s=ready, empty_phases=_phases(a), **_rehearsed(a))
         finally:
             a.stop()
@@ -274,7 +282,8 @@ class Play:
             again = a.ask(prompts=PROMPTS, **a.loader(fallback=False))
             self.save(
                 restart_init_s=again.init_s, restart_import_s=again.import_s, restart_first_init_s=first.init_s,
-                restart_tokens=again.tokens, restart_mapped=again.mapped, **_attach(again.log),
+                restart_tokens=again.tokens, restart_mapped=again.mapped, restart_parts=_parts(again.log),
+                **_attach(again.log),
             )  # fmt: skip
 
     def step_plain(self) -> None:
@@ -301,7 +310,7 @@ class Play:
                 d.stop()
 
     def step_retrain(self) -> None:
-        shard = self.model / "model-00002-of-00004.safetensors"
+        shard = sorted(self.model.glob("*.safetensors"))[-1]
         kept = shard.with_suffix(".kept")
         with self._daemon("A", self.canonical) as a:
             shutil.copy2(shard, kept)
@@ -406,6 +415,19 @@ def _own_weights(log: str) -> float:
     return max(map(float, found)) if found else -1.0
 
 
+def _parts(log: str) -> dict[str, float]:
+    """Where an engine's init went, in vLLM's own words; the rest of it is not accounted for by vLLM."""
+    said = {
+        "model_load_s": r"Model loading took .*? ([\d.]+) seconds",
+        "compile_s": r"torch\.compile.*? (?:takes?|took) ([\d.]+) s",
+        "profile_s": r"Initial profiling/warmup run took ([\d.]+) s",
+        "graphs_s": r"Graph capturing finished in ([\d.]+) secs",
+        "engine_init_s": r"init engine \(.*?\) took ([\d.]+) s",
+    }
+    found = {name: re.findall(pattern, log) for name, pattern in said.items()}
+    return {name: max(map(float, values)) for name, values in found.items() if values}
+
+
 def _seconds(log: str) -> float:
     found = re.findall(r"Loading weights took ([\d.]+) seconds", log)
     return max(map(float, found)) if found else -1.0
@@ -479,6 +501,7 @@ def main() -> None:
     playing.add_argument("--steps", default=",".join(STEPS))
     playing.add_argument("--tp", type=int, default=1)
     playing.add_argument("--quantization", default="")
+    playing.add_argument("--eager", action="store_true")
     playing.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.command == "pack":
@@ -486,7 +509,7 @@ def main() -> None:
     elif given.command == "setup":
         setup(given.wheels, given.site)
     else:
-        play = Play(given.work.absolute(), given.tokenizer.absolute(), given.tp, given.quantization)
+        play = Play(given.work.absolute(), given.tokenizer.absolute(), given.tp, given.quantization, given.eager)
         for step in given.steps.split(","):
             print(f"== {step}", flush=True)
             getattr(play, f"step_{step}")()

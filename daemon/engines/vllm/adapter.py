@@ -157,6 +157,7 @@ class VllmEngine:
                 world_size=spec.world_size,
                 local_rank=spec.device if not self.device.startswith("cpu") else spec.local_rank,
                 store=self._store(),
+                name=f"warmseed-{spec.group}-{spec.rendezvous_port}",
             )
             module = loading.load_rank(config, self._release, device, role=spec.group)
             checkpoint = digesting.result()
@@ -190,15 +191,13 @@ class VllmEngine:
         """vLLM's configuration, made once and hashed at once: building the model changes it."""
         with self._building:
             if self._config is None:
-                root = self._spec.config.cache_root
-                from warmseed.daemon.paths import default_cache_root
-
-                os.environ.update(
-                    self.caches(default_cache_root() if root is None else Path(root).absolute()).variables
-                )
+                os.environ.update(self.caches(self._cache_root()).variables)
                 config = engine_config(parse_engine_arguments(self._arguments), usage=self._usage)
-                if self._spec.config.data_parallel_size > 1:
-                    config.parallel_config.data_parallel_rank = self._spec.dp_rank
+                parallel = config.parallel_config
+                if parallel.data_parallel_size > 1:  # an engine sets these for each copy's workers
+                    copy = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+                    parallel.data_parallel_rank = self._spec.dp_rank
+                    parallel.data_parallel_rank_local = self._spec.local_rank // copy
                 self._identity = snapshot(config)
                 self._config = config
             return self._config

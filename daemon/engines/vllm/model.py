@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,11 +27,13 @@ _DRAFT_FLAGS: Final = ("has_own_lm_head", "has_own_embed_tokens")  # vllm/model_
 GROUP_SECONDS: Final = 1800.0  # seconds for every rank of the world to arrive; ranks load at their own pace
 
 
-def join_groups(config: VllmConfig, *, rank: int, world_size: int, local_rank: int, store: Any) -> torch.device:
+def join_groups(
+    config: VllmConfig, *, rank: int, world_size: int, local_rank: int, store: Any, name: str = "warmseed"
+) -> torch.device:
     """Form the world group of the daemons and vLLM's groups in it, as its engines do; this rank's device.
 
     The daemons meet through `store` (torch.distributed's), apart from any engine: vLLM's own rendezvous settings are
-    not consulted. Every rank of the group must call this.
+    not consulted. Every rank of the group must call this, with the same `name`, which no other group here has.
     """
     import torch
     from vllm.config import set_current_vllm_config
@@ -38,6 +41,8 @@ def join_groups(config: VllmConfig, *, rank: int, world_size: int, local_rank: i
     from vllm.distributed.parallel_state import set_custom_all_reduce
     from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        os.environ["VLLM_DIST_IDENT"] = name  # what the CPU communicator calls its shared memory
     set_custom_all_reduce(False)  # its buffers are for serving, and the daemons only ever meet
     parallel = config.parallel_config
     device = torch.device("cpu") if current_platform.is_cpu() else torch.device("cuda", local_rank)
