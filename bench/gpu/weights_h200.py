@@ -71,6 +71,7 @@ def say(**record: Any) -> None:
     """One line to the parent, written at once: forked children share the pipe."""
     os.write(1, json.dumps(record).encode() + b"\n")
 
+
 # The daemon --------------------------------------------------------------------------------------
 
 
