@@ -71,6 +71,13 @@ class Judge:
             self._judged.add(kind.name)
             await self._judge(kind, adoption, evidence)
 
+    async def on_attached(self) -> None:
+        """An engine has mapped the weights: it is about to load whatever is on trial."""
+        for kind in self._kinds:
+            adoption = self._adoptions.get(kind.name)
+            if adoption is not None and adoption.installation is not None and kind.name not in self._judged:
+                await self._seeds.met(adoption, self._sites[kind.name])
+
     async def on_detached(self, lease: Lease) -> None:
         """Suspect what an engine was warming up on, if it died before it could report."""
         if self._reported >= lease.since or not await _died(lease.pid):

@@ -52,7 +52,7 @@ from warmseed.errors import ConfigurationError, WarmseedError, printable
 from warmseed.seeding.adopt import Adoption
 from warmseed.seeding.gang import GangBroken, agree_run
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
-from warmseed.seeding.kinds.base import Capture, HealsDisk, Kind, Site
+from warmseed.seeding.kinds.base import Capture, Kind, Site
 from warmseed.seeding.rendezvous import Alone, Rendezvous, RendezvousFailed
 
 __all__ = ["Rank", "main"]
@@ -120,7 +120,6 @@ class Rank:
             tables = dataclasses.replace(site, config_hash=self.engine.table_hash())
             group = await stack.enter_async_context(self._tuning_group(seeds, kinds))
             for kind in (k for k in kinds if k.name not in BEFORE_LOAD):
-                await self._heal(kind, tables)
                 await self._adopt(seeds, kind, tables, group)
             sites = {kind.name: site if kind.name in BEFORE_LOAD else tables for kind in kinds}
             judge = Judge(seeds, sites, kinds, self._adoptions, self.status)
@@ -138,7 +137,7 @@ class Rank:
                 self.status.send(Serving(str(lock.address), time.monotonic()))
             publishing = asyncio.create_task(seeds.publish(captures, sites, runs=runs))
             stack.push_async_callback(_finish, publishing)
-            await self._serve(server)
+            await self._serve(server, judge)
 
     # The steps -----------------------------------------------------------------------------------
 
@@ -176,16 +175,6 @@ class Rank:
             return
         async with meeting(self.spec, seeds.tokens) as group:
             yield group
-
-    async def _heal(self, kind: Kind, site: Site) -> None:
-        """Move aside what would crash or be refused at every start, whatever is adopted."""
-        if not isinstance(kind, HealsDisk):
-            return
-        try:
-            for line in await run_blocking(kind.heal, site):
-                _log.warning("kind=%s %s", kind.name, printable(line, limit=300))
-        except OSError as error:
-            _log.warning("kind=%s its folder can't be mended: %s", kind.name, printable(error))
 
     async def _named_runs(
         self, captures: list[tuple[Kind, Capture]], group: Rendezvous
@@ -288,7 +277,12 @@ class Rank:
             adoption, site = self._adoptions[kind.name], sites[kind.name]
             if adoption.outcome == "installed" and adoption.complete:
                 continue
-            if (adoption.outcome == "present" and await seeds.hand_on(kind, site)) or not whole:
+            if adoption.outcome == "present":
+                known = await seeds.hand_on(kind, site, adoption)
+                if known is not None:
+                    self._adoptions[kind.name] = known
+                    continue
+            if not whole:
                 continue
             with self.status.phase(f"capture-{kind.name}") as report:
                 capture = await seeds.capture(kind, site)
@@ -305,12 +299,13 @@ class Rank:
         self.engine.release()
         return max(0, before - _resident())
 
-    async def _serve(self, server: WeightServer) -> None:
+    async def _serve(self, server: WeightServer, judge: Judge) -> None:
         attached: set[int] = set()
         while True:
             now = {lease.pid for lease in server.leases}
             for pid in now - attached:
                 self.status.send(EngineAttached(pid))
+                await judge.on_attached()
             for pid in attached - now:
                 self.status.send(EngineDetached(pid))
             attached = now

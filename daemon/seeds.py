@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import socket
 import time
@@ -22,6 +23,7 @@ from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.server import SeedServer
 from warmseed.seeding.channel.sources import Patience
 from warmseed.seeding.environment import Environment
+from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.keys import Keyring, PublisherKey
 from warmseed.seeding.kinds.autotune.group import adopt_in_group, note_published
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
@@ -30,6 +32,7 @@ from warmseed.seeding.ledger import Entry, Ledger
 from warmseed.seeding.origins import Origin, PeerOrigin, StoreOrigin
 from warmseed.seeding.probation import Probation
 from warmseed.seeding.publish import Publisher
+from warmseed.seeding.reconcile import Restorable, reconcile
 from warmseed.seeding.rendezvous import Rendezvous
 from warmseed.seeding.shelf import Shelf
 from warmseed.seeding.statements import sign_denial
@@ -118,6 +121,7 @@ class Seeds:
         """Have `kind`'s cache in place, from the disk, the stores or a peer; or say why not."""
         environment = await run_blocking(kind.environment, site)
         self.shelf.warming(_key(kind.name, site, environment), environment)
+        await self._reconcile(kind, site)
         adoption = await self._adopter(environment).adopt(kind, site)
         if adoption.manifest is not None:
             self.shelf.put(_key(kind.name, site, environment), adoption.envelope, adoption.manifest)
@@ -163,15 +167,39 @@ class Seeds:
             origins.append(PeerOrigin(self._client, peers, patience, environment=environment))
         return origins
 
-    async def hand_on(self, kind: Kind, site: Site) -> bool:
-        """Serve peers what this node has and has published before; whether there is such a publication."""
+    async def hand_on(self, kind: Kind, site: Site, adoption: Adoption) -> Adoption | None:
+        """Serve peers what this node has and has published before; `adoption` with its manifest, if there is one."""
         environment = await run_blocking(kind.environment, site)
         found = await self._adopter(environment).known(kind, site)
         if found is None:
-            return False
+            return None
         manifest, envelope = found
         self.shelf.put(_key(kind.name, site, environment), envelope, manifest)
-        return True
+        installation = await run_blocking(kind.current, site) if isinstance(kind, Restorable) else None
+        if installation is not None and installation.sha256 != manifest.sha256:
+            installation = None
+        return dataclasses.replace(adoption, manifest=manifest, envelope=envelope, installation=installation)
+
+    async def _reconcile(self, kind: Kind, site: Site) -> None:
+        """Take back what lies here if the fleet has denied it, or its last start never said how it went."""
+        if not isinstance(kind, Restorable):
+            return
+        current = await run_blocking(kind.current, site)
+        if current is None:
+            return
+        now = int(time.time())
+        denial = await StoreOrigin(self.chain).denial(current.sha256)
+        try:
+            if denial is not None:
+                self._trust.deny(denial, now=now)
+        except ArtifactRefused as error:
+            _log.warning("a denial of %s is ignored: %s", current.sha256[:12], printable(error))
+        rank = _label(site)
+        taken = await self._quietly(
+            reconcile, kind, site, trust=self._trust, probation=self._probation, rank=rank, now=now
+        )
+        if taken is not None:
+            await self._record(Adoption(kind.name, "none"), site, "quarantined", taken.reason)
 
     async def capture(self, kind: Kind, site: Site) -> Capture | None:
         """What this node has of `kind`, ready to be published; `None` for nothing, or nothing fit to publish."""
@@ -232,6 +260,11 @@ class Seeds:
             saved=saved,
             per_cache=dict(verdict.per_cache),
         )
+
+    async def met(self, adoption: Adoption, site: Site) -> None:
+        """An engine is about to load an adopted artifact."""
+        if adoption.manifest is not None:
+            await self._quietly(self._probation.meet, adoption.manifest.sha256, _label(site))
 
     async def quarantine(self, kind: Kind, adoption: Adoption, site: Site, reason: str) -> None:
         """Take an artifact on trial back here: the next engine finds what was there before, or does the work."""

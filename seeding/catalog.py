@@ -74,6 +74,8 @@ class Catalog:
             StoreError: when the store did not take it.
         """
         generation = max(await self.newest(key, known=known), known) + 1
+        while await self._store.stat(key.manifest_key(generation)) is not None:
+            generation += 1  # the search ended early, as after a lost hint; nothing is ever written twice
         manifest, envelope = sign(generation)
         await self._store.put(key.manifest_key(generation), envelope)
         await self._store.put(key.head_key, str(generation).encode())

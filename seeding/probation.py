@@ -1,8 +1,8 @@
 """Which installed generations have shown that an engine survives them.
 
 A generation is on trial from its installation until an engine has warmed up on it. One that crashes its first
-engine, or is found on trial by the next start of the same rank (so nothing survived to say how it went), goes
-into quarantine: this node does not install it again, and a signed denial keeps the next node from trying.
+engine goes into quarantine, and so does one that an engine had met when its rank ended (so nothing survived to say
+how it went): this node does not install it again, and a signed denial keeps the next node from trying.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     state: Literal["trial", "proven", "quarantined"]
     since: int  # unix seconds
     reason: Text = ""
+    met: bool = False  # on trial: an engine has attached since
 
     def __post_init__(self) -> None:
         check_digest(self.sha256)
@@ -107,9 +108,16 @@ class Probation:
         """The payload crashed or failed an engine of `rank`; the trial as it stands now, for a denial."""
         return self._move(sha256, rank, "quarantined", reason[:512])
 
+    def meet(self, sha256: str, rank: str) -> None:
+        """An engine of `rank` has attached and will load the payload: from here on silence counts against it."""
+        with self._changing() as trials:
+            known = trials.get((sha256, rank))
+            if known is not None and known.state == "trial":
+                trials[(sha256, rank)] = msgspec.structs.replace(known, met=True)
+
     def interrupted(self, rank: str) -> tuple[Trial, ...]:
-        """Trials that an earlier process of `rank` began and never ended."""
-        return tuple(trial for trial in self._read() if trial.rank == rank and trial.state == "trial")
+        """Trials that an earlier process of `rank` began, an engine met, and nobody ended."""
+        return tuple(trial for trial in self._read() if trial.rank == rank and trial.state == "trial" and trial.met)
 
     def standing(self, sha256: str) -> str:
         """``unknown``, ``trial``, ``proven`` or ``quarantined``; one rank's quarantine is the node's."""

@@ -1,6 +1,6 @@
 """Publishes a warmup cache: payload first, then its index, then the signed manifest that makes them findable.
 
-A publisher that is killed leaves objects that no manifest names: invisible, and swept by ``warmseed gc``.
+A publisher that is killed leaves objects that no manifest names: invisible to every reader.
 """
 
 from __future__ import annotations

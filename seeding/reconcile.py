@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from warmseed.errors import printable
 from warmseed.seeding.kinds.base import Installation, Site
@@ -16,6 +16,7 @@ __all__ = ["Restorable", "TakenBack", "reconcile"]
 _log = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Restorable(Protocol):
     """A kind that knows what it installed in an earlier life of this process."""
 

@@ -18,7 +18,7 @@ from warmseed.errors import ConfigurationError, printable
 __all__ = ["env", "execute"]
 
 _Root = Annotated[Path | None, typer.Option(help="Root of every warmup cache (default: one fixed path per user).")]
-_Engine = Annotated[str, typer.Option(help="Whose variables: vllm or torch.")]
+_Engine = Annotated[str, typer.Option(help="Whose variables; vllm is the one that needs them.")]
 
 
 def env(

@@ -6,14 +6,17 @@ import sys
 
 import typer
 
+from warmseed.daemon.cli.doctor import doctor
 from warmseed.daemon.cli.env import env, execute
 from warmseed.daemon.cli.explain import explain
+from warmseed.daemon.cli.keys import app as keys_app
 from warmseed.daemon.cli.ls import ls
 from warmseed.daemon.cli.pin import pin
 from warmseed.daemon.cli.preload import preload
 from warmseed.daemon.cli.report import report
 from warmseed.daemon.cli.run import run
 from warmseed.daemon.cli.token import app as token_app
+from warmseed.daemon.cli.verify import verify
 from warmseed.daemon.flags import CONTEXT_SETTINGS
 from warmseed.errors import ConfigurationError, WarmseedError
 
@@ -34,7 +37,10 @@ app.command("report")(report)
 app.command("ls")(ls)
 app.command("explain")(explain)
 app.command("pin")(pin)
+app.command("verify")(verify)
+app.command("doctor")(doctor)
 app.add_typer(token_app)
+app.add_typer(keys_app)
 
 
 def main() -> None:

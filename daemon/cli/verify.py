@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from warmseed.daemon.weights.checkpoint import digest_checkpoint, stat_checkpoint
+from warmseed.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from warmseed.daemon.engines.torch import TorchEngine
     from warmseed.daemon.weights.loader_config import LoaderConfig
     from warmseed.daemon.weights.parity import ParityReport
 
-__all__ = ["verify_weights"]
+__all__ = ["verify", "verify_weights"]
 
 SHOWN = 20  # differences on the terminal; ``--json`` has them all
+
+
+def verify(
+    model: Annotated[Path, typer.Option(help="Folder of the model: config.json and *.safetensors.")],
+    *,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Compare the daemon's weights with a load from disk.")
+    ] = False,
+    socket_dir: Annotated[Path | None, typer.Option(help="Folder of the daemons' sockets.")] = None,
+    dtype: Annotated[str, typer.Option(help="Data type of the weights.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="torch device; the first GPU where there is one, else the CPU.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines for people.")] = False,
+) -> None:
+    """Prove that a daemon serves what lies on disk: every tensor, bit for bit. Exit 1 if it does not."""
+    from warmseed.daemon.engines.torch import TorchEngine
+    from warmseed.daemon.weights.loader_config import LoaderConfig
+
+    if not weights:
+        raise ConfigurationError("nothing to verify: give --weights")
+    loader = LoaderConfig.parse({"fallback": True} if socket_dir is None else {"socket_dir": str(socket_dir)})
+    raise typer.Exit(verify_weights(TorchEngine(model, dtype=dtype, device=device), loader, as_json=as_json))
 
 
 def verify_weights(engine: TorchEngine, loader: LoaderConfig, *, as_json: bool = False) -> int:

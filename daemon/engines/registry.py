@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from warmseed.daemon.engines import torch as torch_engine
 from warmseed.daemon.engines.base import CacheLayout, Engine
 from warmseed.daemon.engines.torch import TorchEngine
 from warmseed.daemon.spec import RankSpec
@@ -38,12 +37,12 @@ def cache_layout(engine: str, cache_root: Path) -> CacheLayout:
     """Where processes of the engine called `engine` keep their caches below `cache_root`.
 
     Raises:
-        ConfigurationError: there is no such engine.
+        ConfigurationError: there is no such engine, or it has no processes but `warmseed run`, which knows by itself.
     """
-    if engine == "torch":
-        return torch_engine.layout_below(cache_root)
     if engine == "vllm":
         from warmseed.daemon.engines.vllm import layout
 
         return layout.layout_below(cache_root, os.environ, flashinfer="", arch="")
-    raise ConfigurationError(f"there is no engine {printable(engine)!r}; choose vllm or torch")
+    if engine == "torch":
+        raise ConfigurationError("the torch engine is `warmseed run`, which sets its own caches; this is for vllm")
+    raise ConfigurationError(f"there is no engine {printable(engine)!r}; choose vllm")

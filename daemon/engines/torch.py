@@ -123,7 +123,8 @@ class TorchEngine:
         return Environment({**host_facts(), **_device_facts(self.device)})
 
     def caches(self, cache_root: Path) -> CacheLayout:
-        return layout_below(cache_root)
+        # A folder for each configuration: torch's caches mix all models of a folder, a bundle must not.
+        return layout_below(cache_root / "torch" / self.identity().config_hash[:16])
 
     def kinds(self) -> Sequence[Kind]:
         from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind
@@ -264,10 +265,9 @@ class TorchEngine:
             return module(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
 
 
-def layout_below(cache_root: Path) -> CacheLayout:
-    """Where torch's compilers keep their caches below `cache_root`."""
-    inductor = cache_root / "torch" / "inductor"
-    triton = cache_root / "torch" / "triton"
+def layout_below(folder: Path) -> CacheLayout:
+    """Where torch's compilers keep their caches in `folder`."""
+    inductor, triton = folder / "inductor", folder / "triton"
     return CacheLayout(
         roots={"inductor": inductor, "triton": triton},
         variables={"TORCHINDUCTOR_CACHE_DIR": str(inductor), "TRITON_CACHE_DIR": str(triton)},

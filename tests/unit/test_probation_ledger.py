@@ -37,10 +37,16 @@ def test_a_payload_is_on_trial_until_an_engine_warmed_up_on_it(tmp_path: Path) -
 
 
 def test_a_start_that_never_said_how_it_went_shows_at_the_next_one(tmp_path: Path) -> None:
-    probation(tmp_path).begin("compile_cache", A, 3, RANK)
-    probation(tmp_path).begin("compile_cache", B, 1, OTHER)
+    for sha256, rank in ((A, RANK), (B, OTHER)):
+        probation(tmp_path).begin("compile_cache", sha256, 3, rank)
+        probation(tmp_path).meet(sha256, rank)
     found = probation(tmp_path).interrupted(RANK)
     assert [(trial.sha256, trial.generation) for trial in found] == [(A, 3)]
+
+
+def test_a_start_that_no_engine_came_to_says_nothing_about_the_payload(tmp_path: Path) -> None:
+    probation(tmp_path).begin("compile_cache", A, 3, RANK)
+    assert probation(tmp_path).interrupted(RANK) == ()
 
 
 def test_a_payload_that_was_not_installed_after_all_is_not_on_trial(tmp_path: Path) -> None:

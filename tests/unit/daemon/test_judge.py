@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,8 +17,9 @@ from tests.support.sites import make_site
 from warmseed.daemon.judge import WARMUP_SECONDS, Judge
 from warmseed.daemon.status import Message, Used
 from warmseed.daemon.weights.messages import Report
+from warmseed.daemon.weights.server import Lease
 from warmseed.seeding.adopt import Adoption
-from warmseed.seeding.kinds.base import Capture, Evidence, Installation, Site, Verdict
+from warmseed.seeding.kinds.base import Capture, Evidence, Installation, Kind, Site, Verdict
 from warmseed.seeding.manifest import Manifest
 
 
@@ -25,12 +29,25 @@ class Notes:
     def __init__(self) -> None:
         self.sent: list[Message] = []
         self.judgements: list[tuple[bool, float]] = []
+        self.told: list[str] = []
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
 
     async def judged(self, adoption: Adoption, site: Site, verdict: Verdict, saved: float) -> None:
         self.judgements.append((verdict.used, saved))
+
+    async def met(self, adoption: Adoption, site: Site) -> None:
+        self.told.append("met")
+
+    async def quarantine(self, kind: Kind, adoption: Adoption, site: Site, reason: str) -> None:
+        self.told.append("quarantined")
+
+    async def denounce(self, adoption: Adoption, site: Site, reason: str) -> None:
+        self.told.append("denounced")
+
+    async def forgive(self, adoption: Adoption) -> None:
+        self.told.append("forgiven")
 
 
 class CountingKind(PlainKind):
@@ -120,3 +137,64 @@ def test_what_this_node_made_says_what_its_first_warmup_cost(tmp_path: Path) -> 
     assert judge.annotated(capture).provenance == {"by": "test", WARMUP_SECONDS: "31.02"}
     _, silent = judged(tmp_path, adoption=None)
     assert silent.annotated(capture) is capture
+
+
+def dead_process() -> int:
+    """The pid of a process that has been and gone."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+        return process.pid
+
+
+def heard(base: Path, *events: str) -> list[str]:
+    """What a judge of one adopted artifact does as engines attach, report, die or just let go."""
+    notes, kind = Notes(), CountingKind()
+    judge = Judge(notes, {KIND: make_site(base)}, [kind], {KIND: installed()}, notes)  # type: ignore[arg-type]
+    gone, alive = dead_process(), os.getpid()
+
+    async def main() -> None:
+        for event in events:
+            match event:
+                case "attaches":
+                    await judge.on_attached()
+                case "reports":
+                    await judge.on_report(report())
+                case "dies":
+                    await judge.on_detached(Lease(gone))
+                case "lets go":
+                    await judge.on_detached(Lease(alive))
+
+    asyncio.run(main())
+    return notes.told
+
+
+def test_what_an_engine_dies_on_is_taken_back_at_once_and_the_fleet_not_told_yet(tmp_path: Path) -> None:
+    assert heard(tmp_path, "attaches", "dies") == ["met", "quarantined"]
+
+
+def test_the_fleet_is_told_once_an_engine_has_warmed_up_without_it(tmp_path: Path) -> None:
+    assert heard(tmp_path, "dies", "reports") == ["quarantined", "denounced"]
+
+
+def test_an_artifact_is_cleared_when_engines_die_without_it_too(tmp_path: Path) -> None:
+    assert heard(tmp_path, "dies", "dies", "reports") == ["quarantined", "forgiven"]
+
+
+def test_an_engine_that_has_warmed_up_may_die_as_it_likes(tmp_path: Path) -> None:
+    lease = Lease(dead_process())
+    notes, kind = Notes(), CountingKind()
+    judge = Judge(notes, {KIND: make_site(tmp_path)}, [kind], {KIND: installed()}, notes)  # type: ignore[arg-type]
+
+    async def main() -> None:
+        await judge.on_report(report())
+        await judge.on_detached(lease)
+
+    asyncio.run(main())
+    assert notes.told == []
+
+
+def test_an_engine_in_copy_mode_lets_go_of_the_lease_and_lives_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("warmseed.daemon.judge.DEATH_PAUSE", 0.001)
+    assert heard(tmp_path, "lets go") == []
