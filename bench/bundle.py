@@ -30,12 +30,12 @@ from warmseed.seeding.bundle.index import BundleIndex, read_index
 from warmseed.seeding.bundle.install import authenticated, check_files
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.host import host_facts
-from warmseed.seeding.keys import Keyring, PublisherKey
 from warmseed.seeding.kinds.base import Capture, Site
 from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind
 from warmseed.seeding.kinds.compiled.capture import Quiet
 from warmseed.seeding.kinds.compiled.inductor import InductorCache
-from warmseed.seeding.manifest import Index, Manifest, sign_manifest, verify_manifest
+from warmseed.seeding.trust.keys import Keyring, PublisherKey
+from warmseed.seeding.trust.manifest import Index, Manifest, sign_manifest, verify_manifest
 
 B10 = "b10-transfer==0.4.1"
 KEY = PublisherKey("bench", b"k" * 32)

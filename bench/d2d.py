@@ -39,7 +39,7 @@ from warmseed.seeding.channel.messages import DescribeRequest
 from warmseed.seeding.channel.server import SeedServer
 from warmseed.seeding.channel.source import Described, Opened
 from warmseed.seeding.channel.tls import client_context, server_context, server_name
-from warmseed.seeding.token import new_token, read_tokens, write_token
+from warmseed.seeding.trust.token import new_token, read_tokens, write_token
 
 TABLE_BYTES = 208_000
 BUNDLE_BYTES = 1 << 30

@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import msgspec
 from tests.support.nodes import FOLDER, TOY, free_port, left_over, toy_config
 
-from warmseed.daemon.board import Board
-from warmseed.daemon.config import PreloadConfig
-from warmseed.daemon.guardian import LAUNCH_ID
-from warmseed.daemon.launcher import launch
-from warmseed.daemon.processes import RANK_COMMAND
+from warmseed.daemon.launcher.board import Board
+from warmseed.daemon.launcher.guardian import LAUNCH_ID
+from warmseed.daemon.launcher.launcher import launch
+from warmseed.daemon.launcher.processes import RANK_COMMAND
+from warmseed.daemon.settings.config import PreloadConfig
 
 PATIENCE = 120.0  # seconds for what should take at most twelve
 

@@ -29,11 +29,11 @@ from tests.support.tables import CONFIG, put_local, table_site, table_text
 
 from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.keys import PublisherKey
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 from warmseed.seeding.kinds.autotune.layout import MANAGED_ROOT, PER_RANK_ROOT
 from warmseed.seeding.kinds.autotune.table import parse_table
-from warmseed.seeding.token import new_token, read_tokens, write_token
+from warmseed.seeding.trust.keys import PublisherKey
+from warmseed.seeding.trust.token import new_token, read_tokens, write_token
 
 ENTRIES = 191  # of the largest table reported so far
 KIND = FlashInferAutotune()

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from warmseed.daemon.config import Endpoint, PreloadConfig
+from warmseed.daemon.settings.config import Endpoint, PreloadConfig
 from warmseed.errors import ConfigurationError
 
 __all__ = [

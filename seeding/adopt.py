@@ -23,12 +23,12 @@ from warmseed.seeding.bundle.index import INDEX_BYTES, read_index
 from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.errors import ArtifactRefused, CannotJudge
 from warmseed.seeding.kinds.base import HealsDisk, Installation, Kind, Overrulable, Site
-from warmseed.seeding.manifest import Manifest
-from warmseed.seeding.origins import Origin, StoreOrigin
-from warmseed.seeding.payload import prepare_staging, remove_staged
-from warmseed.seeding.probation import Probation
-from warmseed.seeding.trust import Expected, Trust
-from warmseed.seeding.trust_file import save_mark
+from warmseed.seeding.origins.origins import Origin, StoreOrigin
+from warmseed.seeding.origins.payload import prepare_staging, remove_staged
+from warmseed.seeding.trust.judge import Expected, Trust
+from warmseed.seeding.trust.manifest import Manifest
+from warmseed.seeding.trust.marks import save_mark
+from warmseed.seeding.trust.probation import Probation
 from warmseed.stores.errors import StoreError
 
 __all__ = ["Adopter", "Adoption", "Candidate", "Refusal"]

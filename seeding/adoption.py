@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from warmseed.seeding.kinds.base import Installation
-from warmseed.seeding.manifest import Manifest
+from warmseed.seeding.trust.manifest import Manifest
 
 __all__ = ["Adoption", "Candidate", "Refusal"]
 

@@ -15,8 +15,8 @@ from warmseed.seeding.artifact import object_key
 from warmseed.seeding.environment import Difference, Environment
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.golden import list_artifacts
-from warmseed.seeding.keys import Keyring
-from warmseed.seeding.manifest import Manifest
+from warmseed.seeding.trust.keys import Keyring
+from warmseed.seeding.trust.manifest import Manifest
 from warmseed.stores.chain import Chain
 
 __all__ = ["Explanation", "Side", "compare_sides", "read_side", "side_of_manifest"]

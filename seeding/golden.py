@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from warmseed.errors import printable
 from warmseed.seeding.artifact import NAMESPACE, ArtifactKey, check_digest, denial_key
-from warmseed.seeding.dsse import ENVELOPE_BYTES
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.keys import Keyring, PublisherKey
-from warmseed.seeding.manifest import MANIFEST_BYTES, Manifest, verify_manifest
-from warmseed.seeding.statements import Denial, Pin, sign_denial, sign_pin, verify_pin
-from warmseed.seeding.trust import DAY
+from warmseed.seeding.trust.dsse import ENVELOPE_BYTES
+from warmseed.seeding.trust.judge import DAY
+from warmseed.seeding.trust.keys import Keyring, PublisherKey
+from warmseed.seeding.trust.manifest import MANIFEST_BYTES, Manifest, verify_manifest
+from warmseed.seeding.trust.statements import Denial, Pin, sign_denial, sign_pin, verify_pin
 from warmseed.stores.base import PrunableStore, Store
 from warmseed.stores.chain import Chain
 from warmseed.stores.errors import StoreError

@@ -8,11 +8,11 @@ from typing import Protocol
 
 from warmseed.errors import printable
 from warmseed.seeding.artifact import NAMESPACE
-from warmseed.seeding.dsse import ENVELOPE_BYTES, open_envelope
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.keys import Keyring
-from warmseed.seeding.manifest import MANIFEST_TYPE
-from warmseed.seeding.statements import DENIAL_TYPE, PIN_TYPE
+from warmseed.seeding.trust.dsse import ENVELOPE_BYTES, open_envelope
+from warmseed.seeding.trust.keys import Keyring
+from warmseed.seeding.trust.manifest import MANIFEST_TYPE
+from warmseed.seeding.trust.statements import DENIAL_TYPE, PIN_TYPE
 from warmseed.stores.base import ObjectInfo
 
 __all__ = ["Checked", "ListedStore", "check_keys"]

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from warmseed.blocking import run_blocking
 from warmseed.seeding.artifact import ArtifactKey, object_key
-from warmseed.seeding.catalog import Catalog
 from warmseed.seeding.environment import Environment
-from warmseed.seeding.keys import PublisherKey
 from warmseed.seeding.kinds.base import Capture, Site
-from warmseed.seeding.manifest import Index, Manifest, sign_manifest
-from warmseed.seeding.trust import DAY
+from warmseed.seeding.origins.catalog import Catalog
+from warmseed.seeding.trust.judge import DAY
+from warmseed.seeding.trust.keys import PublisherKey
+from warmseed.seeding.trust.manifest import Index, Manifest, sign_manifest
 from warmseed.stores.base import Body
 from warmseed.stores.chain import Chain
 

@@ -116,8 +116,8 @@ class Bench:
     """Nodes in one temporary folder, and what was seen of them."""
 
     def __init__(self, folder: Path, workspace: Path, *, dry: bool) -> None:
-        from warmseed.seeding.keys import PublisherKey
         from warmseed.seeding.kinds.autotune.collect import collect
+        from warmseed.seeding.trust.keys import PublisherKey
 
         self.folder, self.workspace, self.dry = folder, workspace, dry
         self.key = PublisherKey.generate("bench")
@@ -174,7 +174,7 @@ class Bench:
         from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
         from warmseed.seeding.kinds.autotune.layout import MANAGED_ROOT, PER_RANK_ROOT
         from warmseed.seeding.kinds.base import Evidence
-        from warmseed.seeding.token import new_token, read_tokens, write_token
+        from warmseed.seeding.trust.token import new_token, read_tokens, write_token
 
         kind = FlashInferAutotune()
         self.check(not self.unknown, f"FlashInfer knows its whole environment, but for {self.unknown}")

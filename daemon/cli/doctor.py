@@ -16,9 +16,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from warmseed.daemon.config import ENV_PREFIX
-from warmseed.daemon.paths import default_cache_root, state_folder
-from warmseed.daemon.settings import read_file
+from warmseed.daemon.settings.config import ENV_PREFIX
+from warmseed.daemon.settings.merge import read_file
+from warmseed.daemon.settings.paths import default_cache_root, state_folder
 from warmseed.stores.checkup import Checkup, check_store
 from warmseed.stores.disk import DiskStore
 from warmseed.stores.registry import known_backends, open_store

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from warmseed.daemon.engines.registry import cache_layout
-from warmseed.daemon.paths import default_cache_root, prepare_cache_root
+from warmseed.daemon.settings.paths import default_cache_root, prepare_cache_root
 from warmseed.errors import ConfigurationError, printable
 
 __all__ = ["env", "execute"]

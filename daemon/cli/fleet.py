@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 
 from warmseed.blocking import run_blocking
-from warmseed.daemon.paths import default_cache_root, state_folder
-from warmseed.daemon.seeds import fleet_keys
+from warmseed.daemon.rank.seeds import fleet_keys
+from warmseed.daemon.settings.paths import default_cache_root, state_folder
 from warmseed.errors import ConfigurationError
-from warmseed.seeding.keys import Keyring, PublisherKey
-from warmseed.seeding.token import read_tokens
+from warmseed.seeding.trust.keys import Keyring, PublisherKey
+from warmseed.seeding.trust.token import read_tokens
 from warmseed.stores.chain import Chain
 from warmseed.stores.registry import open_stores
 

@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from warmseed.daemon.paths import default_cache_root, state_folder
+from warmseed.daemon.settings.paths import default_cache_root, state_folder
 from warmseed.errors import ConfigurationError, WarmseedError
 from warmseed.seeding.keycheck import Checked, check_keys
-from warmseed.seeding.keys import Keyring, PublicKey, PublisherKey
-from warmseed.seeding.token import MANIFEST_LABEL, read_tokens
+from warmseed.seeding.trust.keys import Keyring, PublicKey, PublisherKey
+from warmseed.seeding.trust.token import MANIFEST_LABEL, read_tokens
 from warmseed.stores.base import PrunableStore, Store
 from warmseed.stores.disk import DiskStore
 from warmseed.stores.registry import open_store

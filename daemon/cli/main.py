@@ -17,7 +17,7 @@ from warmseed.daemon.cli.report import report
 from warmseed.daemon.cli.run import run
 from warmseed.daemon.cli.token import app as token_app
 from warmseed.daemon.cli.verify import verify
-from warmseed.daemon.flags import CONTEXT_SETTINGS
+from warmseed.daemon.settings.flags import CONTEXT_SETTINGS
 from warmseed.errors import ConfigurationError, WarmseedError
 
 __all__ = ["app", "main"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from warmseed.daemon import logs
-from warmseed.daemon.config import PreloadConfig
-from warmseed.daemon.flags import preload_command
-from warmseed.daemon.launcher import launch
+from warmseed.daemon.launcher.launcher import launch
+from warmseed.daemon.settings.config import PreloadConfig
+from warmseed.daemon.settings.flags import preload_command
 
 __all__ = ["preload"]
 

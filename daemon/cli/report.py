@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from warmseed.daemon.paths import default_cache_root, state_folder
+from warmseed.daemon.settings.paths import default_cache_root, state_folder
 from warmseed.errors import WarmseedError, printable
 from warmseed.seeding.ledger import Entry, Ledger
 

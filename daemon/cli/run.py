@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from warmseed.daemon.engines.torch import TorchEngine
-from warmseed.daemon.paths import default_cache_root, prepare_cache_root
+from warmseed.daemon.settings.paths import default_cache_root, prepare_cache_root
 from warmseed.daemon.weights.errors import WeightCacheError, WeightCacheUnavailable
 from warmseed.errors import ConfigurationError, WarmseedError, printable
 

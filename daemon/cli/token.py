@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from warmseed.seeding.token import new_token, parse_token, write_token
+from warmseed.seeding.trust.token import new_token, parse_token, write_token
 
 __all__ = ["app"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from warmseed.daemon.engines.base import CacheLayout, Engine
 from warmseed.daemon.engines.torch import TorchEngine
-from warmseed.daemon.spec import RankSpec
+from warmseed.daemon.protocol.spec import RankSpec
 from warmseed.errors import ConfigurationError, printable
 
 __all__ = ["cache_layout", "engine_for"]

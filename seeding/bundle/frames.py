@@ -22,7 +22,7 @@ import zstandard
 from warmseed.seeding.bundle.files import start_writeback
 from warmseed.seeding.bundle.index import Chunk
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.manifest import Stored
+from warmseed.seeding.trust.manifest import Stored
 
 __all__ = ["MAGIC", "FrameWriter", "compressed", "expand", "large_cuts"]
 

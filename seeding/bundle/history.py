@@ -8,10 +8,10 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from warmseed.seeding import canonical
 from warmseed.seeding.artifact import check_digest
 from warmseed.seeding.bundle.index import INDEX_BYTES, BundleIndex
 from warmseed.seeding.errors import ArtifactRefused
+from warmseed.seeding.trust import canonical
 
 __all__ = ["KEPT", "known_indexes", "remember_index"]
 

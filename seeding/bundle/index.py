@@ -13,11 +13,11 @@ from typing import Annotated, Literal
 import msgspec
 
 from warmseed.errors import printable
-from warmseed.seeding import canonical
 from warmseed.seeding.artifact import check_digest
 from warmseed.seeding.bundle.tar import MEMBERS, check_name
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.manifest import Index, Size, Text
+from warmseed.seeding.trust import canonical
+from warmseed.seeding.trust.manifest import Index, Size, Text
 
 __all__ = ["INDEX_BYTES", "BundleIndex", "CacheRecord", "Chunk", "FileRecord", "read_index", "write_index"]
 

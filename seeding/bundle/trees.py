@@ -28,11 +28,11 @@ from typing import Literal
 import msgspec
 
 from warmseed.errors import printable
-from warmseed.seeding import canonical
 from warmseed.seeding.bundle.files import Disk
 from warmseed.seeding.bundle.walk import open_folder
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.trust_file import write_durably
+from warmseed.seeding.trust import canonical
+from warmseed.seeding.trust.marks import write_durably
 
 __all__ = ["RankRecord", "Tree", "TreeRecord", "Trees"]
 

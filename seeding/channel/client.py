@@ -43,7 +43,7 @@ from warmseed.seeding.channel.messages import (
 )
 from warmseed.seeding.channel.streams import BulkReader, secure
 from warmseed.seeding.channel.tls import check_alpn, client_context, server_name
-from warmseed.seeding.token import Token
+from warmseed.seeding.trust.token import Token
 
 __all__ = ["Description", "SeedClient", "new_instance"]
 

@@ -17,7 +17,7 @@ from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.channel.errors import ProtocolError
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.manifest import MANIFEST_BYTES
+from warmseed.seeding.trust.manifest import MANIFEST_BYTES
 
 __all__ = [
     "PAYLOAD_BYTES",

@@ -24,7 +24,7 @@ from warmseed.seeding.channel.replies import Replies
 from warmseed.seeding.channel.source import SeedSource
 from warmseed.seeding.channel.streams import secure
 from warmseed.seeding.channel.tls import check_alpn, server_context
-from warmseed.seeding.token import Token
+from warmseed.seeding.trust.token import Token
 
 __all__ = ["SeedServer", "ServerStats"]
 

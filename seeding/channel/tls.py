@@ -19,7 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from warmseed.errors import ConfigurationError
 from warmseed.seeding.channel.errors import PeerRejected
-from warmseed.seeding.token import TLS_CA_LABEL, Token
+from warmseed.seeding.trust.token import TLS_CA_LABEL, Token
 
 __all__ = ["ALPN", "check_alpn", "client_context", "server_context", "server_name"]
 

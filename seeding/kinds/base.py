@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from warmseed.seeding.environment import Environment
-from warmseed.seeding.manifest import Manifest, Stored
+from warmseed.seeding.trust.manifest import Manifest, Stored
 
 __all__ = ["Capture", "Evidence", "HealsDisk", "Installation", "Kind", "Overrulable", "Site", "Verdict"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from warmseed.seeding.token import new_token, write_token
+from warmseed.seeding.trust.token import new_token, write_token
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.support.channel import a_source
 from warmseed.seeding.channel.client import new_instance
 from warmseed.seeding.channel.server import SeedServer
-from warmseed.seeding.token import read_tokens
+from warmseed.seeding.trust.token import read_tokens
 
 async def main():
     server = SeedServer(a_source(), read_tokens(file=Path(sys.argv[1])), host=sys.argv[2], port=29600,
@@ -42,7 +42,7 @@ from warmseed.seeding.channel.client import SeedClient, new_instance
 from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.channel.limits import ClientLimits
-from warmseed.seeding.token import read_tokens
+from warmseed.seeding.trust.token import read_tokens
 
 async def main():
     client = SeedClient(read_tokens(file=Path(sys.argv[1])), instance=new_instance(),

@@ -16,11 +16,11 @@ import pytest
 from tests.support.fleet import Node
 from tests.support.tables import H200_V1, local_path, payload_of, put_local, table_manifest, table_site, table_text
 
-from warmseed.seeding.keys import PublisherKey
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 from warmseed.seeding.kinds.autotune.layout import MANAGED_ROOT, PER_RANK_ROOT
 from warmseed.seeding.kinds.autotune.table import parse_table
 from warmseed.seeding.rejected import list_rejected
+from warmseed.seeding.trust.keys import PublisherKey
 
 KIND = FlashInferAutotune()
 ROOT = Path(__file__).parents[2]
@@ -208,7 +208,7 @@ def test_a_publisher_killed_at_any_moment_leaves_nothing_that_a_node_half_sees(t
         "from pathlib import Path\n"
         "from tests.support.fleet import Node\n"
         "from tests.support.tables import *\n"
-        "from warmseed.seeding.keys import PublisherKey\n"
+        "from warmseed.seeding.trust.keys import PublisherKey\n"
         "from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune\n"
         "base, store, key = Path(sys.argv[1]), sys.argv[2], PublisherKey('fleet', b'k' * 32)\n"
         "async def main():\n"

@@ -15,14 +15,14 @@ from tests.support.tables import H200, H200_V1, local_path, put_local, table_sit
 from typer.testing import CliRunner
 
 from warmseed.daemon.cli.main import app
-from warmseed.daemon.seeds import fleet_keys
+from warmseed.daemon.rank.seeds import fleet_keys
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.golden import deny, list_artifacts, pin_generation, pin_run, roll_back
-from warmseed.seeding.keys import Keyring, PublisherKey
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 from warmseed.seeding.kinds.autotune.local import examine_table, heal_table
 from warmseed.seeding.rejected import list_rejected
-from warmseed.seeding.token import new_token, read_tokens, write_token
+from warmseed.seeding.trust.keys import Keyring, PublisherKey
+from warmseed.seeding.trust.token import new_token, read_tokens, write_token
 
 KIND = FlashInferAutotune()
 KEY = PublisherKey.generate("operator")

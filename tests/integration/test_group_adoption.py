@@ -13,13 +13,13 @@ from tests.support.fleet import Node
 from tests.support.tables import H200, local_path, put_local, table_site, table_text
 
 from warmseed.seeding.adopt import Adoption
+from warmseed.seeding.gang.rendezvous import Alone, TcpRendezvous
 from warmseed.seeding.kinds.autotune.group import TableMember, adopt_in_group, note_published
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 from warmseed.seeding.kinds.autotune.layout import MANAGED_ROOT, PER_RANK_ROOT
 from warmseed.seeding.kinds.autotune.notes import Note, write_note
 from warmseed.seeding.kinds.base import Site
 from warmseed.seeding.rejected import list_rejected
-from warmseed.seeding.rendezvous import Alone, TcpRendezvous
 
 WORLD = 4
 KIND = FlashInferAutotune(overlap="seeded")

@@ -36,7 +36,7 @@ from warmseed.seeding.channel.messages import (
 )
 from warmseed.seeding.channel.tls import client_context, server_context, server_name
 from warmseed.seeding.environment import Environment
-from warmseed.seeding.token import Token
+from warmseed.seeding.trust.token import Token
 
 INSTANCE = "1a" * 32
 GOOD: dict[str, object] = {

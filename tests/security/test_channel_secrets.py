@@ -21,7 +21,7 @@ from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.channel.frames import REQUEST_BYTES, frame
 from warmseed.seeding.channel.logs import Throttled
 from warmseed.seeding.channel.tls import server_context
-from warmseed.seeding.token import TLS_CA_LABEL, TOKEN_VARIABLE, Token, new_token, parse_token
+from warmseed.seeding.trust.token import TLS_CA_LABEL, TOKEN_VARIABLE, Token, new_token, parse_token
 
 
 def traces(text: str, token: Token) -> list[bytes]:
@@ -89,7 +89,7 @@ def test_a_child_does_not_inherit_the_token() -> None:
     text = new_token().reveal()
     program = (
         "import os, subprocess, sys\n"
-        "from warmseed.seeding.token import read_tokens\n"
+        "from warmseed.seeding.trust.token import read_tokens\n"
         "assert len(read_tokens()) == 1\n"
         "child = subprocess.run(['env'], capture_output=True, text=True, check=True).stdout\n"
         "print(child, sys.argv, open('/proc/self/cmdline').read())\n"

@@ -27,7 +27,7 @@ from warmseed.seeding.channel.frames import frame
 from warmseed.seeding.channel.limits import ClientLimits, ServerLimits
 from warmseed.seeding.channel.messages import FetchRequest, encode
 from warmseed.seeding.channel.tls import ALPN, client_context, server_context, server_name
-from warmseed.seeding.token import TLS_CA_LABEL, Token
+from warmseed.seeding.trust.token import TLS_CA_LABEL, Token
 
 # What the plaintext protocol of stock vLLM sends; with a token that once ended its listener for good.
 PLAINTEXT = struct.pack("!Q", 60) + '{"kind":"flashinfer_autotune","token":"é"}'.encode().ljust(60)

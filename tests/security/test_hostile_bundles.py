@@ -29,7 +29,7 @@ from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind
 from warmseed.seeding.kinds.compiled.capture import Quiet
 from warmseed.seeding.kinds.compiled.inductor import InductorCache
 from warmseed.seeding.kinds.compiled.triton import TritonCache
-from warmseed.seeding.manifest import Index, Manifest
+from warmseed.seeding.trust.manifest import Index, Manifest
 
 
 def kind() -> CompileCacheKind:

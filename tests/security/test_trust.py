@@ -11,11 +11,11 @@ import pytest
 from warmseed.seeding.artifact import ArtifactKey, bundle_key
 from warmseed.seeding.environment import UNKNOWN, Environment
 from warmseed.seeding.errors import ArtifactRefused, CannotJudge
-from warmseed.seeding.keys import Keyring, PublisherKey
-from warmseed.seeding.manifest import Manifest, sign_manifest
-from warmseed.seeding.statements import Denial, Pin, sign_denial, sign_pin
-from warmseed.seeding.trust import DAY, Expected, Marks, Policy, Trust
-from warmseed.seeding.trust_file import load_marks, save_marks
+from warmseed.seeding.trust.judge import DAY, Expected, Marks, Policy, Trust
+from warmseed.seeding.trust.keys import Keyring, PublisherKey
+from warmseed.seeding.trust.manifest import Manifest, sign_manifest
+from warmseed.seeding.trust.marks import load_marks, save_marks
+from warmseed.seeding.trust.statements import Denial, Pin, sign_denial, sign_pin
 
 KEY = PublisherKey("builder", b"k" * 32)
 NOW = 1_800_000_000

@@ -14,14 +14,14 @@ from warmseed.seeding.adopt import Adopter
 from warmseed.seeding.artifact import ArtifactKey, object_key
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.keys import Keyring, PublisherKey
 from warmseed.seeding.kinds.base import Capture, Evidence, Installation, Site, Verdict
-from warmseed.seeding.manifest import Manifest
-from warmseed.seeding.origins import Origin, StoreOrigin
-from warmseed.seeding.probation import Probation
+from warmseed.seeding.origins.origins import Origin, StoreOrigin
 from warmseed.seeding.publish import Publication, Publisher
-from warmseed.seeding.trust import Trust
-from warmseed.seeding.trust_file import load_marks
+from warmseed.seeding.trust.judge import Trust
+from warmseed.seeding.trust.keys import Keyring, PublisherKey
+from warmseed.seeding.trust.manifest import Manifest
+from warmseed.seeding.trust.marks import load_marks
+from warmseed.seeding.trust.probation import Probation
 from warmseed.stores.base import Store
 from warmseed.stores.chain import Chain
 from warmseed.stores.disk import DiskStore

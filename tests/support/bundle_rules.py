@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 
 from warmseed.errors import ConfigurationError
-from warmseed.seeding import canonical
 from warmseed.seeding.bundle import tar
 from warmseed.seeding.bundle.index import INDEX_BYTES, BundleIndex
-from warmseed.seeding.dsse import ENVELOPE_BYTES, Envelope, open_envelope
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.keys import Keyring, PublicKey, PublisherKey
 from warmseed.seeding.kinds.compiled import groups
-from warmseed.seeding.manifest import MANIFEST_TYPE, Manifest
+from warmseed.seeding.trust import canonical
+from warmseed.seeding.trust.dsse import ENVELOPE_BYTES, Envelope, open_envelope
+from warmseed.seeding.trust.keys import Keyring, PublicKey, PublisherKey
+from warmseed.seeding.trust.manifest import MANIFEST_TYPE, Manifest
 
 __all__ = ["PARSERS", "one_input"]
 

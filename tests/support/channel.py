@@ -18,7 +18,7 @@ from warmseed.seeding.channel.limits import ClientLimits, ServerLimits
 from warmseed.seeding.channel.messages import DescribeRequest
 from warmseed.seeding.channel.server import SeedServer
 from warmseed.seeding.channel.source import Described, Miss, Opened, SourceAnswer
-from warmseed.seeding.token import Token, new_token, parse_token
+from warmseed.seeding.trust.token import Token, new_token, parse_token
 
 T = TypeVar("T")
 

@@ -12,14 +12,14 @@ from warmseed.seeding.channel.client import SeedClient, new_instance
 from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.server import SeedServer
 from warmseed.seeding.channel.sources import Patience
-from warmseed.seeding.keys import Keyring, PublisherKey
 from warmseed.seeding.kinds.base import Kind, Site
-from warmseed.seeding.origins import Origin, PeerOrigin, StoreOrigin
-from warmseed.seeding.probation import Probation
+from warmseed.seeding.origins.origins import Origin, PeerOrigin, StoreOrigin
+from warmseed.seeding.origins.shelf import Shelf
 from warmseed.seeding.publish import Publication, Publisher
-from warmseed.seeding.shelf import Shelf
-from warmseed.seeding.token import Token
-from warmseed.seeding.trust import Trust
+from warmseed.seeding.trust.judge import Trust
+from warmseed.seeding.trust.keys import Keyring, PublisherKey
+from warmseed.seeding.trust.probation import Probation
+from warmseed.seeding.trust.token import Token
 from warmseed.stores.chain import Chain
 from warmseed.stores.registry import open_stores
 

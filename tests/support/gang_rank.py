@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from warmseed.errors import WarmseedError
-from warmseed.seeding.gang import GangBroken, Offer, decide_together
-from warmseed.seeding.rendezvous import TcpRendezvous
+from warmseed.seeding.gang.gang import GangBroken, Offer, decide_together
+from warmseed.seeding.gang.rendezvous import TcpRendezvous
 
 
 class FileMember:

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from warmseed.daemon.board import Board
-from warmseed.daemon.config import PreloadConfig
-from warmseed.daemon.launcher import launch
-from warmseed.daemon.notify import Notifier
+from warmseed.daemon.launcher.board import Board
+from warmseed.daemon.launcher.launcher import launch
+from warmseed.daemon.launcher.notify import Notifier
+from warmseed.daemon.settings.config import PreloadConfig
 
 FOLDER = "WARMSEED_TOY_FOLDER"  # in the environment of a test's ranks: which test they belong to
 HERE = Path(__file__).parent

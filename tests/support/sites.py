@@ -9,7 +9,7 @@ from pathlib import Path
 
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.kinds.base import Capture, Site
-from warmseed.seeding.manifest import Index, Manifest
+from warmseed.seeding.trust.manifest import Index, Manifest
 
 ENVIRONMENT = {
     "machine": "x86_64",

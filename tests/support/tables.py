@@ -13,7 +13,7 @@ from warmseed.seeding.environment import Environment
 from warmseed.seeding.kinds.autotune.home import environment_fields
 from warmseed.seeding.kinds.autotune.layout import PER_RANK_ROOT, per_rank_filename
 from warmseed.seeding.kinds.base import Capture, Site
-from warmseed.seeding.manifest import Manifest
+from warmseed.seeding.trust.manifest import Manifest
 
 DATA = Path(__file__).parents[1] / "data" / "h200"
 H200_V1 = (DATA / "autotune_v1.json").read_bytes()

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from warmseed.daemon import logs
-from warmseed.daemon.config import PreloadConfig
-from warmseed.daemon.launcher import launch
+from warmseed.daemon.launcher.launcher import launch
+from warmseed.daemon.settings.config import PreloadConfig
 
 if __name__ == "__main__":
     logs.install()

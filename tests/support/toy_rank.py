@@ -23,10 +23,10 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from warmseed.daemon.processes import die_with_parent
-from warmseed.daemon.rendezvous import connect
-from warmseed.daemon.spec import RankSpec, read_spec
-from warmseed.daemon.status import (
+from warmseed.daemon.launcher.processes import die_with_parent
+from warmseed.daemon.protocol.rendezvous import connect
+from warmseed.daemon.protocol.spec import RankSpec, read_spec
+from warmseed.daemon.protocol.status import (
     Alive,
     EngineAttached,
     Failed,

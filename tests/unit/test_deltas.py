@@ -17,13 +17,13 @@ from warmseed.seeding.artifact import bundle_key
 from warmseed.seeding.bundle.delta import REMOTE, Base, Piece, Plan, plan
 from warmseed.seeding.bundle.history import KEPT, known_indexes, remember_index
 from warmseed.seeding.bundle.index import BundleIndex
-from warmseed.seeding.deltas import fetch_delta
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.kinds.base import Capture
 from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind
 from warmseed.seeding.kinds.compiled.capture import Quiet
 from warmseed.seeding.kinds.compiled.inductor import InductorCache
-from warmseed.seeding.manifest import Stored
+from warmseed.seeding.origins.deltas import fetch_delta
+from warmseed.seeding.trust.manifest import Stored
 from warmseed.stores.base import Body, ObjectReader
 from warmseed.stores.disk import DiskStore
 from warmseed.stores.errors import StoreUnavailable

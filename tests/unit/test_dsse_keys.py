@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from warmseed.errors import ConfigurationError
-from warmseed.seeding import canonical, dsse
-from warmseed.seeding.edwards import in_prime_order_subgroup
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.keys import Keyring, PublicKey, PublisherKey
+from warmseed.seeding.trust import canonical, dsse
+from warmseed.seeding.trust.edwards import in_prime_order_subgroup
+from warmseed.seeding.trust.keys import Keyring, PublicKey, PublisherKey
 
 TYPE = "application/test"
 ALICE, BOB = PublisherKey("alice", b"a" * 32), PublisherKey("bob", b"b" * 32)

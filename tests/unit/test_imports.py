@@ -35,7 +35,7 @@ def imported(modules: str, *, blocked: tuple[str, ...] = ()) -> list[str]:
     [
         "warmseed",
         "warmseed.seeding, warmseed.stores",
-        "warmseed.seeding.adopt, warmseed.seeding.publish, warmseed.seeding.shelf",
+        "warmseed.seeding.adopt, warmseed.seeding.publish, warmseed.seeding.origins.shelf",
         "warmseed.stores.chain, warmseed.stores.registry, warmseed.stores.disk, warmseed.stores.folder",
         "warmseed.seeding.kinds.autotune.kind, warmseed.seeding.kinds.compiled.bundle",
     ],
@@ -46,5 +46,5 @@ def test_seeding_and_stores_work_where_there_is_no_torch_and_bring_nothing_heavy
 
 def test_the_command_line_and_a_rank_start_without_torch() -> None:
     """Importing it takes seconds; a rank does that beside its search for caches."""
-    found = imported("warmseed.daemon.cli.main, warmseed.daemon.rank, warmseed.daemon.engines.torch")
+    found = imported("warmseed.daemon.cli.main, warmseed.daemon.rank.rank, warmseed.daemon.engines.torch")
     assert not {"torch", "transformers", "vllm", "flashinfer", "obstore", "redis", "mooncake"} & set(found)

@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from warmseed.daemon.cli.keys import app
-from warmseed.daemon.paths import state_folder
+from warmseed.daemon.settings.paths import state_folder
 from warmseed.errors import ConfigurationError
 from warmseed.seeding.artifact import ArtifactKey, bundle_key, denial_key
 from warmseed.seeding.environment import Environment
-from warmseed.seeding.keys import PublisherKey
-from warmseed.seeding.manifest import Manifest, sign_manifest
-from warmseed.seeding.statements import Denial, sign_denial
+from warmseed.seeding.trust.keys import PublisherKey
+from warmseed.seeding.trust.manifest import Manifest, sign_manifest
+from warmseed.seeding.trust.statements import Denial, sign_denial
 from warmseed.stores.base import Body
 from warmseed.stores.disk import DiskStore
 from warmseed.stores.folder import FolderStore

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.keys import Keyring, PublisherKey
 from warmseed.seeding.ledger import ROTATE_BYTES, Entry, Ledger
-from warmseed.seeding.probation import DENIAL_LIFE, Probation
-from warmseed.seeding.statements import sign_denial
-from warmseed.seeding.trust import Trust
+from warmseed.seeding.trust.judge import Trust
+from warmseed.seeding.trust.keys import Keyring, PublisherKey
+from warmseed.seeding.trust.probation import DENIAL_LIFE, Probation
+from warmseed.seeding.trust.statements import sign_denial
 
 A, B = "a" * 64, "b" * 64
 NOW = 1_800_000_000

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from tests.support.sites import fill, make_manifest, make_site, tree
 
-from warmseed.seeding.keys import Keyring, PublisherKey
 from warmseed.seeding.kinds.base import Installation, Site
 from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind
 from warmseed.seeding.kinds.compiled.capture import Quiet
 from warmseed.seeding.kinds.compiled.inductor import InductorCache
-from warmseed.seeding.probation import Probation
-from warmseed.seeding.reconcile import TakenBack, reconcile
-from warmseed.seeding.statements import sign_denial
-from warmseed.seeding.trust import Policy, Trust
+from warmseed.seeding.trust.judge import Policy, Trust
+from warmseed.seeding.trust.keys import Keyring, PublisherKey
+from warmseed.seeding.trust.probation import Probation
+from warmseed.seeding.trust.reconcile import TakenBack, reconcile
+from warmseed.seeding.trust.statements import sign_denial
 
 KEY = PublisherKey("fleet", b"f" * 32)
 KIND = CompileCacheKind([InductorCache()], quiet=Quiet(settle=0.0))

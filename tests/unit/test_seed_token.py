@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warmseed.errors import ConfigurationError
-from warmseed.seeding.token import (
+from warmseed.seeding.trust.token import (
     KEY_ID_LABEL,
     MANIFEST_LABEL,
     TLS_CA_LABEL,

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from warmseed.daemon.cli.token import app
 from warmseed.errors import ConfigurationError
-from warmseed.seeding.token import parse_token, read_tokens
+from warmseed.seeding.trust.token import parse_token, read_tokens
 
 
 def test_the_printed_token_is_accepted_and_alone_on_standard_output() -> None:

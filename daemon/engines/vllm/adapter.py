@@ -16,7 +16,6 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
-from warmseed.daemon import rendezvous
 from warmseed.daemon.engines.base import CacheLayout, EngineIdentity, LoadedModel
 from warmseed.daemon.engines.vllm import model as loading
 from warmseed.daemon.engines.vllm.arguments import LOAD_FORMAT, Usage, engine_config, parse_engine_arguments
@@ -25,8 +24,9 @@ from warmseed.daemon.engines.vllm.identity import snapshot, table_hash
 from warmseed.daemon.engines.vllm.layout import layout_below
 from warmseed.daemon.engines.vllm.plugin import UNSUPPORTED_OK
 from warmseed.daemon.engines.vllm.releases import installed_release
-from warmseed.daemon.paths import default_cache_root, state_folder
-from warmseed.daemon.spec import RankSpec
+from warmseed.daemon.protocol import rendezvous
+from warmseed.daemon.protocol.spec import RankSpec
+from warmseed.daemon.settings.paths import default_cache_root, state_folder
 from warmseed.daemon.weights.checkpoint import CheckpointIdentity, check_unchanged, digest_checkpoint
 from warmseed.daemon.weights.fingerprint import Fingerprint
 from warmseed.errors import ConfigurationError
@@ -39,7 +39,7 @@ from warmseed.seeding.kinds.compiled.toolchain import toolchain_facts
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from warmseed.daemon.config import PreloadConfig
+    from warmseed.daemon.settings.config import PreloadConfig
 
 __all__ = ["VllmEngine", "engine_arguments"]
 

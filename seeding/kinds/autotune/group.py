@@ -12,12 +12,12 @@ from warmseed.blocking import run_blocking
 from warmseed.errors import WarmseedError
 from warmseed.seeding.adopt import Adopter, Adoption, Candidate
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.gang import Offer, decide_together
+from warmseed.seeding.gang.gang import Offer, decide_together
+from warmseed.seeding.gang.rendezvous import Rendezvous
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 from warmseed.seeding.kinds.autotune.layout import MANAGED_ROOT, PER_RANK_ROOT
 from warmseed.seeding.kinds.autotune.notes import Note, local_digest, read_note, write_note
 from warmseed.seeding.kinds.base import Installation, Site
-from warmseed.seeding.rendezvous import Rendezvous
 
 __all__ = ["TableMember", "adopt_in_group", "note_published", "per_rank_site"]
 

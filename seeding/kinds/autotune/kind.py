@@ -40,8 +40,8 @@ from warmseed.seeding.kinds.autotune.undo import (
 )
 from warmseed.seeding.kinds.autotune.usage import new_keys_of, usage_of, verdict
 from warmseed.seeding.kinds.base import Capture, Evidence, Installation, Site, Verdict
-from warmseed.seeding.manifest import Manifest
 from warmseed.seeding.rejected import move_aside
+from warmseed.seeding.trust.manifest import Manifest
 
 __all__ = ["FlashInferAutotune"]
 

@@ -24,7 +24,7 @@ from warmseed.seeding.kinds.compiled.capture import Quiet, capture_bundle
 from warmseed.seeding.kinds.compiled.evidence import changed_files, judge_caches
 from warmseed.seeding.kinds.compiled.flashinfer import provider_root
 from warmseed.seeding.kinds.compiled.switching import carry_over, common_tree, put_back, switch
-from warmseed.seeding.manifest import Manifest
+from warmseed.seeding.trust.manifest import Manifest
 
 __all__ = ["CompileCacheKind"]
 

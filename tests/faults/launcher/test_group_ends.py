@@ -16,7 +16,7 @@ import pytest
 from tests.support.nodes import left_over, run_toys, start_toys, toy_config, wait_until_gone
 from tests.support.toy_rank import PHASES
 
-from warmseed.daemon.board import Board
+from warmseed.daemon.launcher.board import Board
 
 
 def first_line_with(process: subprocess.Popen[bytes], word: bytes) -> bytes:
@@ -171,7 +171,7 @@ def test_reader_of_the_log_that_goes_away_does_not_end_the_daemons(tmp_path: Pat
 def test_stopped_rank_shows_as_unhealthy_and_still_can_be_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("warmseed.daemon.launcher.STOP_GRACE", 0.3)
+    monkeypatch.setattr("warmseed.daemon.launcher.launcher.STOP_GRACE", 0.3)
     troubles: list[list[str]] = []
 
     def ready(board: Board) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.nodes import free_port, run_toys, start_toys, toy_config
 
-from warmseed.daemon.board import Board
+from warmseed.daemon.launcher.board import Board
 
 PLAN = {"gloo": True}
 

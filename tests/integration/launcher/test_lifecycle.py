@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from tests.support.nodes import free_port, left_over, run_toys, start_toys, stop_when_ready, toy_config, wait_until_gone
 
-from warmseed.daemon.board import Board
-from warmseed.daemon.launcher import launch
-from warmseed.daemon.settings import resolve
+from warmseed.daemon.launcher.board import Board
+from warmseed.daemon.launcher.launcher import launch
+from warmseed.daemon.settings.merge import resolve
 
 
 def sockets_in(folder: Path) -> list[str]:
@@ -74,7 +74,7 @@ def test_one_line_a_phase_with_its_time_and_outcome(tmp_path: Path, caplog: pyte
 
 
 def test_rank_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("warmseed.daemon.launcher.STOP_GRACE", 0.3)
+    monkeypatch.setattr("warmseed.daemon.launcher.launcher.STOP_GRACE", 0.3)
     config = toy_config(tmp_path, {"target-0": {"at": "load", "do": "deaf"}}, tensor_parallel_size=2)
     start = time.monotonic()
     assert run_toys(config, on_ready=stop_when_ready()) == 143

@@ -15,8 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.nodes import TOY, free_port, toy_config
 
-from warmseed.daemon.board import Board
-from warmseed.daemon.launcher import launch
+from warmseed.daemon.launcher.board import Board
+from warmseed.daemon.launcher.launcher import launch
 
 
 def get(port: int, path: str) -> tuple[int, str]:

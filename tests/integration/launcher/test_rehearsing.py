@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.nodes import left_over, run_toys, stop_when_ready, toy_config, wait_until_gone
 
-from warmseed.daemon.board import Board
+from warmseed.daemon.launcher.board import Board
 
 
 def outcome_of(folder: Path, script: list[str] | None, **settings: object) -> tuple[Board, list[str]]:

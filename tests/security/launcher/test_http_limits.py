@@ -7,8 +7,8 @@ import select
 import socket
 from collections.abc import Awaitable, Callable
 
-from warmseed.daemon.board import Board
-from warmseed.daemon.http import HttpLimits, open_port, serve
+from warmseed.daemon.launcher.board import Board
+from warmseed.daemon.pages.http import HttpLimits, open_port, serve
 
 LIMITS = HttpLimits(connections=4, connection_seconds=0.5, idle_seconds=0.2)
 BIG = b"x" * (32 << 20)

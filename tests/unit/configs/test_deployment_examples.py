@@ -15,12 +15,12 @@ import promql_parser
 import pytest
 import yaml
 
-from warmseed.daemon.board import Board, RankState
-from warmseed.daemon.config import PreloadConfig, options
-from warmseed.daemon.metrics import Exposition
+from warmseed.daemon.launcher.board import Board, RankState
+from warmseed.daemon.pages.metrics import Exposition
 from warmseed.daemon.placement import groups_of, layout_of
-from warmseed.daemon.settings import read_file
-from warmseed.daemon.status import EngineAttached, Metrics, Phase, Refused, Serving, TierCounts, Used
+from warmseed.daemon.protocol.status import EngineAttached, Metrics, Phase, Refused, Serving, TierCounts, Used
+from warmseed.daemon.settings.config import PreloadConfig, options
+from warmseed.daemon.settings.merge import read_file
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 UNITS = sorted((CONFIGS / "systemd").glob("*.service"))

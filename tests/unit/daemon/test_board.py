@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-from warmseed.daemon.board import SILENT_AFTER, Board, RankState
-from warmseed.daemon.config import PreloadConfig
-from warmseed.daemon.metrics import Exposition
-from warmseed.daemon.pages import status_page, status_record
-from warmseed.daemon.status import (
+from warmseed.daemon.launcher.board import SILENT_AFTER, Board, RankState
+from warmseed.daemon.pages.metrics import Exposition
+from warmseed.daemon.pages.status import status_page, status_record
+from warmseed.daemon.protocol.status import (
     Alive,
     Begin,
     EngineAttached,
@@ -20,6 +19,7 @@ from warmseed.daemon.status import (
     Serving,
     Used,
 )
+from warmseed.daemon.settings.config import PreloadConfig
 
 
 def rank(number: int = 0) -> RankState:

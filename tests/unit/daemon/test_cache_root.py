@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from warmseed.daemon.paths import default_cache_root, prepare_cache_root, state_folder
+from warmseed.daemon.settings.paths import default_cache_root, prepare_cache_root, state_folder
 from warmseed.errors import ConfigurationError
 
 

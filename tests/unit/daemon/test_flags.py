@@ -8,8 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from warmseed.daemon.config import Endpoint, PreloadConfig, options
-from warmseed.daemon.flags import CONTEXT_SETTINGS, preload_command
+from warmseed.daemon.settings.config import Endpoint, PreloadConfig, options
+from warmseed.daemon.settings.flags import CONTEXT_SETTINGS, preload_command
 
 
 class Command:

@@ -14,13 +14,13 @@ import pytest
 from tests.support.artifacts import KIND, NOW, PlainKind
 from tests.support.sites import make_site
 
-from warmseed.daemon.judge import WARMUP_SECONDS, Judge
-from warmseed.daemon.status import Message, Used
+from warmseed.daemon.protocol.status import Message, Used
+from warmseed.daemon.rank.judge import WARMUP_SECONDS, Judge
 from warmseed.daemon.weights.messages import Report
 from warmseed.daemon.weights.server import Lease
 from warmseed.seeding.adopt import Adoption
 from warmseed.seeding.kinds.base import Capture, Evidence, Installation, Kind, Site, Verdict
-from warmseed.seeding.manifest import Manifest
+from warmseed.seeding.trust.manifest import Manifest
 
 
 class Notes:
@@ -196,5 +196,5 @@ def test_an_engine_that_has_warmed_up_may_die_as_it_likes(tmp_path: Path) -> Non
 def test_an_engine_in_copy_mode_lets_go_of_the_lease_and_lives_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("warmseed.daemon.judge.DEATH_PAUSE", 0.001)
+    monkeypatch.setattr("warmseed.daemon.rank.judge.DEATH_PAUSE", 0.001)
     assert heard(tmp_path, "lets go") == []

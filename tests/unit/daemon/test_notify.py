@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.support.nodes import run_toys, stop_when_ready, toy_config
 
-from warmseed.daemon.notify import Notifier
+from warmseed.daemon.launcher.notify import Notifier
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def test_manager_that_is_gone_is_no_error(tmp_path: Path) -> None:
 
 
 def test_ranks_do_not_inherit_the_managers_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from warmseed.daemon.board import Board
+    from warmseed.daemon.launcher.board import Board
 
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "absent"))
     monkeypatch.setenv("WATCHDOG_USEC", "100000000")

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 from tests.support.artifacts import FLEET, TABLE, SeedNode, key_of, run
 
-from warmseed.daemon.config import PreloadConfig
-from warmseed.daemon.seeds import Seeds, _node_key
-from warmseed.daemon.spec import RankSpec
+from warmseed.daemon.protocol.spec import RankSpec
+from warmseed.daemon.rank.seeds import Seeds, _node_key
+from warmseed.daemon.settings.config import PreloadConfig
 from warmseed.errors import ConfigurationError
 from warmseed.seeding.channel.messages import DescribeRequest
 from warmseed.seeding.channel.source import Described, Miss, Warming
-from warmseed.seeding.keys import PublisherKey
-from warmseed.seeding.token import new_token, write_token
+from warmseed.seeding.trust.keys import PublisherKey
+from warmseed.seeding.trust.token import new_token, write_token
 
 
 def spec(**settings: Any) -> RankSpec:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from warmseed.daemon.config import Endpoint, PreloadConfig, options
-from warmseed.daemon.settings import CONFIG_BYTES, resolve
+from warmseed.daemon.settings.config import Endpoint, PreloadConfig, options
+from warmseed.daemon.settings.merge import CONFIG_BYTES, resolve
 from warmseed.errors import ConfigurationError
-from warmseed.seeding.token import Secret
+from warmseed.seeding.trust.token import Secret
 
 TOKEN = "0123456789abcdefghijklmnopqrstuvwxyz"
 

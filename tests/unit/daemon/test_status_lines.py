@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmseed.daemon.status import (
+from warmseed.daemon.protocol.status import (
     LINE_BYTES,
     Alive,
     Begin,

@@ -20,14 +20,14 @@ from warmseed.seeding.adopt import Adoption
 from warmseed.seeding.artifact import denial_key, object_key
 from warmseed.seeding.channel.errors import PeerUnreachable
 from warmseed.seeding.environment import UNKNOWN
-from warmseed.seeding.keys import PublisherKey
-from warmseed.seeding.manifest import Index, Manifest, sign_manifest
-from warmseed.seeding.payload import ABANDONED
-from warmseed.seeding.probation import Probation
+from warmseed.seeding.origins.payload import ABANDONED
 from warmseed.seeding.publish import LIFE, Publisher
-from warmseed.seeding.statements import Denial, Pin, sign_denial, sign_pin
-from warmseed.seeding.trust import DAY, Trust
-from warmseed.seeding.trust_file import load_marks
+from warmseed.seeding.trust.judge import DAY, Trust
+from warmseed.seeding.trust.keys import PublisherKey
+from warmseed.seeding.trust.manifest import Index, Manifest, sign_manifest
+from warmseed.seeding.trust.marks import load_marks
+from warmseed.seeding.trust.probation import Probation
+from warmseed.seeding.trust.statements import Denial, Pin, sign_denial, sign_pin
 from warmseed.stores.folder import FolderStore
 from warmseed.testing.fake_store import FakeStore
 

@@ -12,9 +12,9 @@ from tests.support.artifacts import KIND, NOW
 from tests.support.channel import run
 
 from warmseed.seeding.artifact import ArtifactKey
-from warmseed.seeding.catalog import MAX_CANDIDATES, WINDOW, Catalog
-from warmseed.seeding.keys import PublisherKey
-from warmseed.seeding.manifest import Manifest, sign_manifest
+from warmseed.seeding.origins.catalog import MAX_CANDIDATES, WINDOW, Catalog
+from warmseed.seeding.trust.keys import PublisherKey
+from warmseed.seeding.trust.manifest import Manifest, sign_manifest
 from warmseed.stores.chain import Chain
 from warmseed.stores.disk import DiskStore
 from warmseed.testing.fake_store import FakeStore

@@ -14,10 +14,10 @@ from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.messages import PAYLOAD_BYTES
 from warmseed.seeding.channel.source import Opened
 from warmseed.seeding.channel.sources import Patience
-from warmseed.seeding.keys import PublisherKey
-from warmseed.seeding.origins import PeerOrigin
-from warmseed.seeding.shelf import Shelf
-from warmseed.seeding.token import Token
+from warmseed.seeding.origins.origins import PeerOrigin
+from warmseed.seeding.origins.shelf import Shelf
+from warmseed.seeding.trust.keys import PublisherKey
+from warmseed.seeding.trust.token import Token
 
 LARGE = bytes(range(256)) * (PAYLOAD_BYTES // 256 + 1)
 PATIENCE = Patience(wait_seconds=10.0, pause_seconds=0.02, appear_seconds=0.5)

@@ -17,8 +17,8 @@ from warmseed.seeding.artifact import ArtifactKey, object_key
 from warmseed.seeding.channel.messages import PAYLOAD_BYTES, DescribeRequest
 from warmseed.seeding.channel.source import Described, Miss, Refused, SourceAnswer, Warming
 from warmseed.seeding.environment import Environment
-from warmseed.seeding.manifest import Index, Stored
-from warmseed.seeding.shelf import Shelf
+from warmseed.seeding.origins.shelf import Shelf
+from warmseed.seeding.trust.manifest import Index, Stored
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support.channel import run
 
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.payload import write_stream
+from warmseed.seeding.origins.payload import write_stream
 
 DATA = b"0123456789" * 1000
 DIGEST = hashlib.sha256(DATA).hexdigest()

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from warmseed.daemon.config import PreloadConfig
 from warmseed.daemon.engines.vllm.adapter import engine_arguments
+from warmseed.daemon.settings.config import PreloadConfig
 from warmseed.errors import ConfigurationError
 
 

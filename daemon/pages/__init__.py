@@ -1,0 +1,1 @@
+"""What a launcher shows: health, metrics, status."""

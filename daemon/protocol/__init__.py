@@ -1,0 +1,1 @@
+"""What a launcher and its ranks tell each other."""

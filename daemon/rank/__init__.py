@@ -1,0 +1,1 @@
+"""One rank's process: its start, step by step, then serving."""

@@ -1,0 +1,393 @@
+"""One rank's seeding side, put together from its configuration: whom it believes, where it looks, whom it serves."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Literal, ParamSpec, TypeVar
+
+from warmseed.blocking import run_blocking
+from warmseed.daemon.protocol.spec import RankSpec
+from warmseed.daemon.settings.paths import state_folder
+from warmseed.errors import ConfigurationError, WarmseedError, printable
+from warmseed.seeding.adopt import Adopter, Adoption
+from warmseed.seeding.artifact import ArtifactKey, denial_key
+from warmseed.seeding.channel.client import SeedClient, new_instance
+from warmseed.seeding.channel.endpoint import Endpoint
+from warmseed.seeding.channel.server import SeedServer
+from warmseed.seeding.channel.sources import Patience
+from warmseed.seeding.environment import Environment
+from warmseed.seeding.errors import ArtifactRefused
+from warmseed.seeding.gang.rendezvous import Rendezvous
+from warmseed.seeding.kinds.autotune.group import adopt_in_group, note_published
+from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
+from warmseed.seeding.kinds.base import Capture, Kind, Site, Verdict
+from warmseed.seeding.ledger import Entry, Ledger
+from warmseed.seeding.origins.origins import Origin, PeerOrigin, StoreOrigin
+from warmseed.seeding.origins.shelf import Shelf
+from warmseed.seeding.publish import Publisher
+from warmseed.seeding.trust.judge import Trust
+from warmseed.seeding.trust.keys import Keyring, PublisherKey
+from warmseed.seeding.trust.marks import load_marks
+from warmseed.seeding.trust.probation import Probation
+from warmseed.seeding.trust.reconcile import Restorable, reconcile
+from warmseed.seeding.trust.statements import sign_denial
+from warmseed.seeding.trust.token import MANIFEST_LABEL, Token, read_tokens
+from warmseed.stores.base import Observer
+from warmseed.stores.chain import Chain
+from warmseed.stores.errors import StoreError
+from warmseed.stores.registry import open_stores
+
+__all__ = ["Seeds", "fleet_keys"]
+
+_log = logging.getLogger(__name__)
+# For all ranks of a group to come to a round of their decision: they load their weights first, at unlike speed.
+GROUP_SECONDS = 600.0
+WRITE_SECONDS = 3600.0  # for the shared stores to take what this node made; nobody waits for it
+P = ParamSpec("P")
+T = TypeVar("T")
+Event = Literal["adopted", "used", "unused", "refused", "published", "quarantined", "local"]
+
+
+class Seeds:
+    """What a rank needs to adopt, publish and serve warmup caches."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        *,
+        trust: Trust,
+        keys: Sequence[PublisherKey],
+        tokens: Sequence[Token],
+        client: SeedClient | None,
+        spec: RankSpec,
+        state: Path,
+    ) -> None:
+        self.chain = chain
+        self.shelf = Shelf(chain)
+        self.tokens = tuple(tokens)
+        self._trust, self._keys, self._client = trust, keys, client
+        self._spec, self._state = spec, state
+        self._probation = Probation(state)
+        self._ledger = Ledger(state / "ledger.jsonl")
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, spec: RankSpec, cache_root: Path, *, observer: Observer) -> AsyncIterator[Seeds]:
+        """The seeding side of `spec`'s rank; its listener runs for as long as the block.
+
+        Raises:
+            ConfigurationError: for a token, key or store that can't work, or a listener's port in use.
+        """
+        config = spec.config
+        state = state_folder(cache_root)
+        file = None if config.seed_token_file is None else Path(config.seed_token_file)
+        arguments = () if config.seed_token is None else (config.seed_token.reveal(),)
+        tokens = await run_blocking(read_tokens, file=file, arguments=arguments, environ={})
+        keys, keyring = await run_blocking(
+            fleet_keys, tokens, state, signing=config.seed_signing_key, trusted=config.seed_trusted_keys
+        )
+        shared = bool(tokens or config.seed_signing_key or config.seed_trusted_keys or config.allow_unsigned)
+        stores = config.warmup_cache_stores if shared else ()
+        chain = await open_stores(
+            stores, folder=state / "store", table=config.stores, writes=config.store_writes, observer=observer
+        )
+        try:
+            marks = await run_blocking(load_marks, state / "highest.json")
+            instance = new_instance()
+            client = None
+            if spec.seed_sources:
+                client = await run_blocking(SeedClient, tokens, instance=instance)
+            trust = Trust(keyring, marks=marks)
+            seeds = cls(chain, trust=trust, keys=keys, tokens=tokens, client=client, spec=spec, state=state)
+            async with AsyncExitStack() as stack:
+                if spec.seed_listen is not None:
+                    host, port = spec.seed_listen.host, spec.seed_listen.port
+                    server = await run_blocking(
+                        SeedServer, seeds.shelf, tokens, host=host, port=port, instance=instance
+                    )
+                    await stack.enter_async_context(server.listening())
+                yield seeds
+        finally:
+            await chain.aclose()
+
+    async def adopt(self, kind: Kind, site: Site) -> Adoption:
+        """Have `kind`'s cache in place, from the disk, the stores or a peer; or say why not."""
+        environment = await run_blocking(kind.environment, site)
+        self.shelf.warming(_key(kind.name, site, environment), environment)
+        await self._reconcile(kind, site)
+        adoption = await self._adopter(environment).adopt(kind, site)
+        if adoption.manifest is not None:
+            self.shelf.put(_key(kind.name, site, environment), adoption.envelope, adoption.manifest)
+            await self._record(adoption, site, "adopted", "")
+        elif adoption.outcome == "none":
+            reasons = "; ".join(f"{refusal.origin}: {refusal.reason}" for refusal in adoption.refusals)
+            await self._record(adoption, site, "local", reasons)
+        return adoption
+
+    async def adopt_together(self, kind: FlashInferAutotune, site: Site, group: Rendezvous) -> Adoption:
+        """The same for tables that several ranks tune together: all of them adopt one run, or none does.
+
+        Raises:
+            GangBroken: this rank can't know what the others did; it must not go on.
+        """
+        environment = await run_blocking(kind.environment, site)
+        key = _key(kind.name, site, environment)
+        self.shelf.warming(key, environment)
+        adopter = self._adopter(environment)
+        adoption = await adopt_in_group(adopter, kind, site, group, timeout=GROUP_SECONDS)
+        if adoption.manifest is not None:
+            self.shelf.put(key, adoption.envelope, adoption.manifest)
+        await self._record(adoption, site, "local" if adoption.outcome == "none" else "adopted", "")
+        return adoption
+
+    def _adopter(self, environment: Environment) -> Adopter:
+        config = self._spec.config
+        return Adopter(
+            self._origins(environment),
+            trust=self._trust,
+            probation=self._probation,
+            state=self._state,
+            budget=config.seed_budget + (config.seed_wait if self._client is not None else 0.0),
+        )
+
+    def _origins(self, environment: Environment) -> list[Origin]:
+        if not len(self._trust.keyring):
+            return []
+        origins: list[Origin] = [StoreOrigin(self.chain)]
+        if self._client is not None:
+            peers = [Endpoint(source.host, source.port) for source in self._spec.seed_sources]
+            patience = Patience(wait_seconds=self._spec.config.seed_wait)
+            origins.append(PeerOrigin(self._client, peers, patience, environment=environment))
+        return origins
+
+    async def hand_on(self, kind: Kind, site: Site, adoption: Adoption) -> Adoption | None:
+        """Serve peers what this node has and has published before; `adoption` with its manifest, if there is one."""
+        environment = await run_blocking(kind.environment, site)
+        found = await self._adopter(environment).known(kind, site)
+        if found is None:
+            return None
+        manifest, envelope = found
+        self.shelf.put(_key(kind.name, site, environment), envelope, manifest)
+        installation = await run_blocking(kind.current, site) if isinstance(kind, Restorable) else None
+        if installation is not None and installation.sha256 != manifest.sha256:
+            installation = None
+        return dataclasses.replace(adoption, manifest=manifest, envelope=envelope, installation=installation)
+
+    async def _reconcile(self, kind: Kind, site: Site) -> None:
+        """Take back what lies here if the fleet has denied it, or its last start never said how it went."""
+        if not isinstance(kind, Restorable):
+            return
+        current = await run_blocking(kind.current, site)
+        if current is None:
+            return
+        now = int(time.time())
+        denial = await StoreOrigin(self.chain).denial(current.sha256)
+        try:
+            if denial is not None:
+                self._trust.deny(denial, now=now)
+        except ArtifactRefused as error:
+            _log.warning("a denial of %s is ignored: %s", current.sha256[:12], printable(error))
+        rank = _label(site)
+        taken = await self._quietly(
+            reconcile, kind, site, trust=self._trust, probation=self._probation, rank=rank, now=now
+        )
+        if taken is not None:
+            await self._record(Adoption(kind.name, "none"), site, "quarantined", taken.reason)
+
+    async def capture(self, kind: Kind, site: Site) -> Capture | None:
+        """What this node has of `kind`, ready to be published; `None` for nothing, or nothing fit to publish."""
+        if not self._keys:
+            return None
+        try:
+            return await run_blocking(kind.capture, site)
+        except (WarmseedError, OSError) as error:
+            _log.warning("kind=%s not captured, so not published: %s", kind.name, printable(error, limit=500))
+            return None
+
+    async def publish(
+        self,
+        captures: Sequence[tuple[Kind, Capture]],
+        sites: Mapping[str, Site],
+        *,
+        runs: Mapping[str, str] | None = None,
+    ) -> None:
+        """Publish to the disk, then the stores. A failure costs the fleet a generation, never this node its start.
+
+        `runs` names, by kind, the run that this rank's group tuned together.
+        """
+        publisher = Publisher(self.chain, self._keys, publisher=socket.gethostname())
+        try:
+            for kind, capture in captures:
+                key = _key(kind.name, sites[kind.name], capture.environment)
+                known = self._trust.mark(key)
+                run = (runs or {}).get(kind.name, "")
+                try:
+                    published = await publisher.publish(
+                        capture, kind.name, sites[kind.name], known=known.generation if known else 0, run=run
+                    )
+                    if run:
+                        await note_published(sites[kind.name], run)
+                except (WarmseedError, OSError, ValueError) as error:
+                    _log.warning("kind=%s not published: %s", kind.name, printable(error, limit=500))
+                else:
+                    self.shelf.put(key, published.envelope, published.manifest)
+            self.shelf.settled()
+            # What the disk had no room for is read from the captured file until the last store has it.
+            await self.chain.flush(WRITE_SECONDS)
+        finally:
+            for _, capture in captures:
+                with contextlib.suppress(OSError):
+                    capture.payload.unlink(missing_ok=True)
+
+    async def judged(self, adoption: Adoption, site: Site, verdict: Verdict, saved: float) -> None:
+        """Remember whether an adopted artifact was used, and what it saved; an engine survived it either way."""
+        manifest = adoption.manifest
+        if manifest is None:
+            return
+        await self._quietly(self._probation.prove, manifest.sha256, _label(site))
+        await self._record(
+            adoption,
+            site,
+            "used" if verdict.used else "unused",
+            verdict.reason,
+            saved=saved,
+            per_cache=dict(verdict.per_cache),
+        )
+
+    async def met(self, adoption: Adoption, site: Site) -> None:
+        """An engine is about to load an adopted artifact."""
+        if adoption.manifest is not None:
+            await self._quietly(self._probation.meet, adoption.manifest.sha256, _label(site))
+
+    async def quarantine(self, kind: Kind, adoption: Adoption, site: Site, reason: str) -> None:
+        """Take an artifact on trial back here: the next engine finds what was there before, or does the work."""
+        manifest, installation = adoption.manifest, adoption.installation
+        if manifest is None or installation is None:
+            return
+        _log.error("kind=%s generation=%d quarantined: %s", kind.name, manifest.generation, printable(reason))
+        self.shelf.take_down(manifest.sha256)
+        await self._quietly(kind.retract, installation, site)
+        await self._quietly(self._probation.fail, manifest.sha256, _label(site), reason)
+        await self._record(adoption, site, "quarantined", reason)
+
+    async def denounce(self, adoption: Adoption, site: Site, reason: str) -> None:
+        """Tell the fleet not to try a quarantined artifact: an engine has just warmed up without it."""
+        manifest = adoption.manifest
+        if manifest is None or not self._keys:
+            return
+        trial = await self._quietly(self._probation.fail, manifest.sha256, _label(site), reason)
+        if trial is None:
+            return
+        _log.error("kind=%s generation=%d denied to the fleet: %s", adoption.kind, manifest.generation, reason)
+        denial = sign_denial(self._probation.denial(trial, publisher=socket.gethostname()), self._keys)
+        try:
+            await self.chain.put(denial_key(manifest.sha256), denial)
+        except StoreError as error:
+            _log.warning("kind=%s the fleet was not told of the quarantine: %s", adoption.kind, printable(error))
+
+    async def forgive(self, adoption: Adoption) -> None:
+        """Engines die without the artifact as well: it is not what kills them."""
+        if adoption.manifest is not None:
+            _log.warning("kind=%s out of quarantine: an engine died without it, too", adoption.kind)
+            await self._quietly(self._probation.forgive, adoption.manifest.sha256)
+
+    async def _record(
+        self,
+        adoption: Adoption,
+        site: Site,
+        event: Event,
+        reason: str,
+        *,
+        saved: float = 0.0,
+        per_cache: Mapping[str, bool] | None = None,
+    ) -> None:
+        manifest = adoption.manifest
+        entry = Entry(
+            at=int(time.time()),
+            kind=adoption.kind,
+            rank=_label(site),
+            event=event,
+            config_hash=site.config_hash,
+            sha256=manifest.sha256 if manifest else "",
+            generation=manifest.generation if manifest else 0,
+            origin=adoption.origin,
+            bytes=(manifest.stored or manifest).length if manifest else 0,
+            seconds=adoption.seconds,
+            saved=saved,
+            reason=reason[:1024],
+            per_cache=dict(per_cache or {}),
+        )
+        await self._quietly(self._ledger.record, entry)
+
+    async def _quietly(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """What `work` returns; a record that can't be kept is logged and costs nothing else."""
+        try:
+            return await run_blocking(work, *args, **kwargs)
+        except (WarmseedError, OSError) as error:
+            _log.warning("%s: %s", getattr(work, "__name__", "a record"), printable(error, limit=500))
+            return None
+
+
+def _label(site: Site) -> str:
+    """The rank as `ArtifactKey.rank_label` spells it."""
+    return f"dp{site.dp_rank}_rank{site.world_rank}"
+
+
+def _key(kind: str, site: Site, environment: Environment) -> ArtifactKey:
+    return ArtifactKey(
+        kind=kind,
+        config_hash=site.config_hash,
+        environment_hash=environment.digest,
+        dp_rank=site.dp_rank,
+        world_rank=site.world_rank,
+    )
+
+
+def fleet_keys(
+    tokens: Sequence[Token], state: Path, *, signing: str | None, trusted: Sequence[str]
+) -> tuple[list[PublisherKey], Keyring]:
+    """Who signs here, and who is believed.
+
+    One token is enough: a publisher key follows from it. Where trusted keys are listed, only those count. Without
+    either, the node believes itself alone, so that its own next start finds what this one made.
+    """
+    derived = [PublisherKey(f"token-{token.key_id}", token.derive(MANIFEST_LABEL)) for token in tokens]
+    if not derived and signing is None and not trusted:
+        derived = [_node_key(state / "node.key")]
+    own = [] if signing is None else [PublisherKey.load(Path(signing))]
+    if not trusted:
+        keys = own or derived
+        return keys, Keyring([key.public for key in (*derived, *own)])
+    lines: list[str] = []
+    for entry in trusted:
+        lines += [entry] if ":" in entry else _key_lines(Path(entry))
+    return own, Keyring.parse(lines)
+
+
+def _key_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        raise ConfigurationError(f"--seed-trusted-keys {path} can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"--seed-trusted-keys {path} holds no lines of name:base64") from error
+
+
+def _node_key(path: Path) -> PublisherKey:
+    """This node's own key, made at its first start."""
+    try:
+        if not path.exists():
+            PublisherKey.generate("node").save(path)
+    except FileExistsError:  # another rank of this node was first
+        pass
+    except OSError as error:
+        _log.warning("%s can't be written (%s): the next start will not find what this one makes", path, error)
+        return PublisherKey.generate("node")
+    return PublisherKey.load(path)

@@ -1,0 +1,1 @@
+"""What `warmseed preload` can be told: flags, a TOML file, the environment, and the rules between them."""

@@ -1,0 +1,1 @@
+"""All ranks of a tuning group adopt one run, or none does."""

@@ -1,0 +1,1 @@
+"""Who is believed, and what: signed manifests, keys, tokens, and what this node has seen go wrong."""
