@@ -15,8 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from warmseed.daemon.settings.config import Endpoint, PreloadConfig
+from warmseed.daemon.settings.config import PreloadConfig
 from warmseed.errors import ConfigurationError
+from warmseed.seeding.channel.endpoint import Endpoint
 
 __all__ = [
     "GROUPS",

@@ -48,8 +48,9 @@ from warmseed.daemon.protocol.status import (
     StatusLineInvalid,
     decode_message,
 )
-from warmseed.daemon.settings.config import Endpoint, PreloadConfig
+from warmseed.daemon.settings.config import PreloadConfig
 from warmseed.errors import ConfigurationError, printable
+from warmseed.seeding.channel.endpoint import Endpoint
 
 __all__ = ["STOP_GRACE", "Ending", "launch"]
 

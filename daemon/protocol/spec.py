@@ -10,8 +10,9 @@ from typing import Final, Literal
 import msgspec
 
 from warmseed.daemon.placement import Group, Layout, Place, seed_endpoint
-from warmseed.daemon.settings.config import Endpoint, PreloadConfig
+from warmseed.daemon.settings.config import PreloadConfig
 from warmseed.errors import ConfigurationError, printable
+from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.trust.token import Secret
 
 __all__ = ["SPEC_BYTES", "RankSpec", "decode_spec", "encode_spec", "rank_spec", "read_spec"]

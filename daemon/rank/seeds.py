@@ -19,7 +19,6 @@ from warmseed.errors import ConfigurationError, WarmseedError, printable
 from warmseed.seeding.adopt import Adopter, Adoption
 from warmseed.seeding.artifact import ArtifactKey, denial_key
 from warmseed.seeding.channel.client import SeedClient, new_instance
-from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.server import SeedServer
 from warmseed.seeding.channel.sources import Patience
 from warmseed.seeding.environment import Environment
@@ -162,9 +161,8 @@ class Seeds:
             return []
         origins: list[Origin] = [StoreOrigin(self.chain)]
         if self._client is not None:
-            peers = [Endpoint(source.host, source.port) for source in self._spec.seed_sources]
             patience = Patience(wait_seconds=self._spec.config.seed_wait)
-            origins.append(PeerOrigin(self._client, peers, patience, environment=environment))
+            origins.append(PeerOrigin(self._client, self._spec.seed_sources, patience, environment=environment))
         return origins
 
     async def hand_on(self, kind: Kind, site: Site, adoption: Adoption) -> Adoption | None:

@@ -8,20 +8,19 @@ group and the limits. Flags (`warmseed.daemon.settings.flags`), TOML keys and en
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, Self, get_type_hints
+from typing import Annotated, Final, Literal, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from warmseed.errors import ConfigurationError, printable
+from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.trust.token import Secret
 
 __all__ = [
     "DRAFT_METHODS",
     "ENV_PREFIX",
-    "Endpoint",
     "Option",
     "PreloadConfig",
     "Secret",
@@ -32,39 +31,6 @@ ENV_PREFIX: Final = "WARMSEED_"
 # Methods whose draft model gets a daemon group of its own; other drafts load from disk in the engine.
 # vLLM also spells MTP per architecture ("deepseek_mtp", "qwen3_next_mtp").
 DRAFT_METHODS: Final = ("mtp", "eagle", "eagle3")
-
-
-_ENDPOINT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.%A-Za-z]+)\]|(?P<host>[^\[\]:\s/]+)):(?P<port>[0-9]{1,5})")
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A host and a TCP port; printed ``host:port``, IPv6 hosts in brackets."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The endpoint that ``host:port`` or ``[v6]:port`` names.
-
-        Raises:
-            ConfigurationError: if `text` is neither, or the port is not in 1..65535.
-        """
-        match = _ENDPOINT.fullmatch(text.strip())
-        if match is None or not 1 <= int(match["port"]) <= 65535:
-            raise ConfigurationError(
-                f"{printable(text)!r} is not host:port with a port from 1 to 65535; "
-                "write 10.0.0.1:29600 or [fd00::1]:29600"
-            )
-        return cls(match["v6"] or match["host"], int(match["port"]))
-
-    def shifted(self, offset: int) -> Endpoint:
-        """The same host, `offset` ports higher."""
-        return Endpoint(self.host, self.port + offset)
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 _MODEL: Final = "Model and engine"

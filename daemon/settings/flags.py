@@ -15,9 +15,10 @@ from typing import Annotated, Final, Literal, Union, get_args, get_origin
 
 import typer
 
-from warmseed.daemon.settings.config import Endpoint, Option, PreloadConfig, options
+from warmseed.daemon.settings.config import Option, PreloadConfig, options
 from warmseed.daemon.settings.merge import resolve
 from warmseed.errors import ConfigurationError, printable
+from warmseed.seeding.channel.endpoint import Endpoint
 
 __all__ = ["CONTEXT_SETTINGS", "preload_command"]
 

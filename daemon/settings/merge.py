@@ -25,9 +25,10 @@ from typing import Final, Union, get_args, get_origin
 
 import msgspec
 
-from warmseed.daemon.settings.config import ENV_PREFIX, Endpoint, Option, PreloadConfig, options
+from warmseed.daemon.settings.config import ENV_PREFIX, Option, PreloadConfig, options
 from warmseed.daemon.settings.rules import check
 from warmseed.errors import ConfigurationError, printable
+from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.trust.token import Secret
 
 __all__ = ["CONFIG_BYTES", "nearest", "read_file", "resolve"]

@@ -9,8 +9,9 @@ import stat
 from pathlib import Path
 
 from warmseed.daemon.placement import groups_of, layout_of
-from warmseed.daemon.settings.config import Endpoint, PreloadConfig, options
+from warmseed.daemon.settings.config import PreloadConfig, options
 from warmseed.errors import ConfigurationError, printable
+from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.trust.token import TOKEN_VARIABLE, read_tokens
 
 __all__ = ["check", "check_secret_file"]
@@ -46,6 +47,10 @@ def check(config: PreloadConfig) -> None:
 
 
 def _check_trust(config: PreloadConfig) -> None:
+    sources = config.seed_sources
+    again = [source for i, source in enumerate(sources) if source in sources[:i]]
+    if again:
+        raise ConfigurationError(f"seed source {again[0]} is named twice; name each replica once")
     has_token = config.seed_token is not None or config.seed_token_file is not None
     endpoint = "--seed-listen-port" if config.seed_listen_port is not None else None
     if endpoint is None and config.seed_sources:

@@ -8,8 +8,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from warmseed.daemon.settings.config import Endpoint, PreloadConfig, options
+from warmseed.daemon.settings.config import PreloadConfig, options
 from warmseed.daemon.settings.flags import CONTEXT_SETTINGS, preload_command
+from warmseed.seeding.channel.endpoint import Endpoint
 
 
 class Command:

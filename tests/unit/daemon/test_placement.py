@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from warmseed.daemon.placement import LAST_PORT, groups_of, layout_of, places_of, seed_endpoint, seed_ports
 from warmseed.daemon.protocol.spec import decode_spec, encode_spec, rank_spec
-from warmseed.daemon.settings.config import Endpoint, PreloadConfig
+from warmseed.daemon.settings.config import PreloadConfig
 from warmseed.errors import ConfigurationError
+from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.trust.token import Secret
 
 FAR = "10.0.0.1"

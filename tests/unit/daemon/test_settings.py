@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from warmseed.daemon.settings.config import Endpoint, PreloadConfig, options
+from warmseed.daemon.settings.config import PreloadConfig, options
 from warmseed.daemon.settings.merge import CONFIG_BYTES, resolve
 from warmseed.errors import ConfigurationError
+from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.trust.token import Secret
 
 TOKEN = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -159,6 +160,10 @@ def test_unknown_setting_from_code_is_named() -> None:
         ({"seed_token": TOKEN}, "nothing to use it for"),
         ({"seed_token": "short", "seed_listen_port": 29600}, "at least 32 needed"),
         ({"seed_token": TOKEN, "seed_token_file": "/x", "seed_listen_port": 1}, "keep the file"),
+        (
+            {"seed_sources": ["10.0.0.2:29600", "10.0.0.2:29600"], "seed_token": TOKEN},
+            "named twice",
+        ),
         (
             {"seed_token": TOKEN, "seed_listen_port": 29600, "seed_sources": ["127.0.0.1:29600"]},
             "is this replica itself",
