@@ -32,6 +32,7 @@ __all__ = [
     "ObjectInfo",
     "ObjectReader",
     "Observer",
+    "PieceReader",
     "PrunableStore",
     "Store",
     "StoreLimits",
@@ -141,6 +142,27 @@ class ObjectReader(Protocol):
         ...
 
     def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+
+class PieceReader:
+    """An `ObjectReader` over pieces that a back end has at hand."""
+
+    __slots__ = ("_pieces", "_size")
+
+    def __init__(self, size: int, pieces: AsyncIterator[bytes]) -> None:
+        self._size, self._pieces = size, pieces
+
+    @classmethod
+    def of(cls, data: bytes) -> PieceReader:
+        """A reader of `data`."""
+        return cls(len(data), Body.of(data).chunks())
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._pieces
 
 
 @runtime_checkable

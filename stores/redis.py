@@ -32,7 +32,16 @@ from redis.typing import EncodableT, FieldT
 
 from warmseed.blocking import run_blocking
 from warmseed.errors import ConfigurationError, printable
-from warmseed.stores.base import BaseStore, Body, ObjectInfo, ObjectReader, Observer, StoreLimits, length_from
+from warmseed.stores.base import (
+    BaseStore,
+    Body,
+    ObjectInfo,
+    ObjectReader,
+    Observer,
+    PieceReader,
+    StoreLimits,
+    length_from,
+)
 from warmseed.stores.errors import ObjectInvalid, StoreFull, StoreRefused
 from warmseed.stores.registry import Backend, StoreContext
 
@@ -88,14 +97,14 @@ class RedisStore(BaseStore):
         data, size, generation = await self._look(key, "data", "size", "generation")
         if data is not None:
             length_from(len(data), offset, self.name, key)
-            yield _Reader(len(data) - offset, _once(data[offset:]))
+            yield PieceReader.of(data[offset:])
         elif size is None:
             yield None
         else:
             whole = _number(size, self.name, key)
             left = length_from(whole, offset, self.name, key)
             async with contextlib.aclosing(self._parts(key, generation, whole, offset)) as pieces:
-                yield _Reader(left, pieces)
+                yield PieceReader(left, pieces)
 
     async def _parts(self, key: str, generation: bytes | None, size: int, offset: int) -> AsyncGenerator[bytes, None]:
         """The object's bytes; the next part is asked for while one is handed out."""
@@ -193,23 +202,6 @@ class RedisStore(BaseStore):
 
     def _base(self, key: str, generation: str) -> str:
         return f"{self._prefix}{key}@{generation}:"
-
-
-class _Reader:
-    def __init__(self, size: int, pieces: AsyncIterator[bytes]) -> None:
-        self._size, self._pieces = size, pieces
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._pieces
-
-
-async def _once(data: bytes) -> AsyncIterator[bytes]:
-    if data:
-        yield data
 
 
 @contextlib.contextmanager

@@ -9,7 +9,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from warmseed.blocking import run_blocking
-from warmseed.stores.base import CHUNK, BaseStore, Body, ObjectInfo, ObjectReader, Observer, StoreLimits, length_from
+from warmseed.stores.base import (
+    CHUNK,
+    BaseStore,
+    Body,
+    ObjectInfo,
+    ObjectReader,
+    Observer,
+    PieceReader,
+    StoreLimits,
+    length_from,
+)
 from warmseed.stores.errors import ObjectInvalid, StoreFull, StoreTimeout, StoreUnavailable
 from warmseed.stores.mooncake.config import MooncakeConfig
 from warmseed.stores.mooncake.helper import Helper
@@ -74,12 +84,12 @@ class MooncakeStore(BaseStore):
             yield None
         elif isinstance(found, bytes):
             length_from(len(found), offset, self.name, key)
-            yield _Reader(len(found) - offset, _once(found[offset:]))
+            yield PieceReader.of(found[offset:])
         else:
             size = length_from(_size(found), offset, self.name, key)
             pieces = self._pieces(key, found, offset)
             try:
-                yield _Reader(size, pieces)
+                yield PieceReader(size, pieces)
             finally:
                 await pieces.aclose()
 
@@ -292,23 +302,6 @@ class MooncakeStore(BaseStore):
             return StoreUnavailable(f"{self.name}: {doing}: it vanished at once ({code}); not kept")
         words = {-101: "no storage node", -800: "a storage node is gone", -900: "the master is gone"}
         return StoreUnavailable(f"{self.name}: {doing}: {words.get(code, 'failed')} ({code}); treated as a miss")
-
-
-class _Reader:
-    def __init__(self, size: int, pieces: AsyncIterator[bytes]) -> None:
-        self._size, self._pieces = size, pieces
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._pieces
-
-
-async def _once(data: bytes) -> AsyncIterator[bytes]:
-    if data:
-        yield data
 
 
 def _size(found: Parts | int) -> int:
