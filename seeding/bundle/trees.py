@@ -7,7 +7,9 @@
     state/compiled/quarantine/<id>    taken back
 
 A cache root becomes a symbolic link to ``trees/<id>/<cache>``. The switch replaces the link in one step, so a
-path leads to the old tree or to the new one. Engines write new files into the tree they run on; what warmseed
+path leads to the old tree or to the new one. Where a compiler resolves links before it writes a path down, the
+tree's folder itself stands at the root, swapped with what stood there; a mark in it names its tree, to which it
+goes back when another takes its place. Engines write new files into the tree they run on; what warmseed
 wrote is listed in ``tree.json``. Trees are copies, never hard links: an engine that writes in place would reach
 through a hard link into another generation.
 """
@@ -29,12 +31,13 @@ import msgspec
 
 from warmseed.errors import printable
 from warmseed.seeding.bundle.files import Disk
+from warmseed.seeding.bundle.moving import leftovers, move, read_mark
 from warmseed.seeding.bundle.walk import open_folder
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.trust import canonical
 from warmseed.seeding.trust.marks import write_durably
 
-__all__ = ["RankRecord", "Tree", "TreeRecord", "Trees"]
+__all__ = ["RankRecord", "Tree", "TreeRecord", "Trees", "read_tree"]
 
 RECORD_BYTES = 64 << 20  # bytes in the largest tree.json read
 LOCK_SECONDS = 120.0  # for other ranks of this node to finish their own installations
@@ -60,6 +63,7 @@ class TreeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     roots: dict[str, str]  # folder in the tree -> the path that engines use
     before: dict[str, str] = {}  # path that engines use -> what stood there: a tree's folder, or a replaced one
     ranks: dict[str, RankRecord] = {}
+    moved: tuple[str, ...] = ()  # folders of `roots` that stand at their roots themselves, without a link
 
 
 class Tree:
@@ -69,9 +73,27 @@ class Tree:
         self.path = path
         self.record = record
 
+    def where(self, path: str) -> tuple[Path, str]:
+        """Where the file or folder `path` of this tree lies now: an existing folder, and the path below it."""
+        for folder in self.record.moved:
+            below = path[len(folder) + 1 :]
+            if path == folder or path.startswith(f"{folder}/"):
+                home = self.path / folder
+                return (home if home.is_dir() else Path(self.record.roots[folder])), below
+        return self.path, path
+
     def save(self) -> None:
         """Write the record; durable when this returns."""
         write_durably(self.path / "tree.json", canonical.encode(self.record))
+
+
+def read_tree(path: Path) -> Tree | None:
+    """The committed tree at `path`, or `None` when there is none or its record is broken."""
+    try:
+        data = (path / "tree.json").read_bytes()
+        return Tree(path, canonical.decode(data, TreeRecord, limit=RECORD_BYTES))
+    except (OSError, ArtifactRefused):
+        return None
 
 
 class Trees:
@@ -110,8 +132,12 @@ class Trees:
         path.mkdir(mode=0o700)
         return path
 
+    def name(self, prefix: str) -> str:
+        """A new name for a tree."""
+        return f"{prefix}-{secrets.token_hex(4)}"
+
     def commit(self, staged: Path, name: str) -> Path:
-        """Make the written, recorded tree at `staged` durable and give it its name; where it now lies.
+        """Make the written, recorded tree at `staged` durable and give it its `name`; where it now lies.
 
         Raises:
             OSError: when the disk fails; the tree is then not there.
@@ -121,17 +147,14 @@ class Trees:
             self.disk.sync(handle)
         finally:
             os.close(handle)
-        target = self.trees / f"{name}-{secrets.token_hex(4)}"
+        target = self.trees / name
         self.disk.rename(str(staged), str(target))
         self._sync(self.trees)
         return target
 
     def at(self, root: Path) -> Tree | None:
         """The tree that engines find at the cache root `root`, or `None`."""
-        try:
-            path = self.holding(os.readlink(root))
-        except OSError:
-            return None
+        path = self.holding(self.standing(root))
         return None if path is None else self.read(path)
 
     def holding(self, folder: str) -> Path | None:
@@ -148,18 +171,17 @@ class Trees:
 
     def read(self, path: Path) -> Tree | None:
         """The committed tree at `path`, or `None` when there is none or its record is broken."""
-        try:
-            data = (path / "tree.json").read_bytes()
-            return Tree(path, canonical.decode(data, TreeRecord, limit=RECORD_BYTES))
-        except (OSError, ArtifactRefused):
-            return None
+        return read_tree(path)
 
     def standing(self, root: Path) -> str:
-        """Where the link at the cache root leads, "" where there is none.
+        """Where the link at the cache root leads, or to which folder of a tree the folder there belongs; else "".
 
         An engine's own folder has no other place to come back from until `point` has moved it there.
         """
-        return os.readlink(root) if root.is_symlink() else ""
+        if root.is_symlink():
+            return os.readlink(root)
+        mark = read_mark(root)
+        return str(self.trees / mark) if mark else ""
 
     def point(self, root: Path, folder: str) -> str:
         """Make `root` lead to `folder`, in one step; where what stood there before is now, "" for nothing.
@@ -178,7 +200,9 @@ class Trees:
                 old = self._put_aside(root)
         elif Path(folder).parent == self.base / "replaced":  # an engine's own folder comes back as a folder
             self.point(root, "")
-            os.rename(folder, root)
+            move(Path(folder), root, self.disk)
+        elif read_mark(Path(folder)):
+            old = self._move_in(root, Path(folder), old)
         else:
             old = self._link(root, folder, old)
         return old
@@ -214,11 +238,43 @@ class Trees:
         return len(gone)
 
     def _is_live(self, tree: Tree) -> bool:
-        for folder, root in tree.record.roots.items():
-            with contextlib.suppress(OSError):
-                if os.readlink(root) == str(tree.path / folder):
-                    return True
-        return False
+        return any(self.standing(Path(root)) == str(tree.path / folder) for folder, root in tree.record.roots.items())
+
+    def _move_in(self, root: Path, folder: Path, old: str) -> str:
+        """Let the tree's `folder` itself stand at `root`; where what stood there before is now.
+
+        A process killed in between leaves a folder of a temporary name beside `root`, which `_sweep` takes home.
+        """
+        temporary = root.with_name(f".{root.name}.{secrets.token_hex(6)}")
+        move(folder, temporary, self.disk)
+        try:
+            if not os.path.lexists(root):
+                self.disk.rename(str(temporary), str(root))
+                return old
+            try:
+                self.disk.exchange(str(temporary), str(root))
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOSYS):
+                    raise
+                aside = self._clear(root, old)  # two steps where the file system can't swap
+                self.disk.rename(str(temporary), str(root))
+                return aside
+            try:
+                return self._clear(temporary, old)
+            except OSError:
+                self.disk.exchange(str(temporary), str(root))
+                raise
+        except BaseException:
+            if not temporary.is_symlink() and temporary.is_dir():
+                move(temporary, folder, self.disk)
+            raise
+
+    def _clear(self, path: Path, old: str) -> str:
+        """Take away the link or folder at `path`; where what it was is now."""
+        if path.is_symlink():
+            path.unlink()
+            return old
+        return self._put_aside(path)
 
     def _link(self, root: Path, folder: str, old: str) -> str:
         temporary = root.with_name(f".{root.name}.{secrets.token_hex(6)}")
@@ -246,7 +302,9 @@ class Trees:
             raise
 
     def _put_aside(self, folder: Path) -> str:
-        """Move an engine's own folder into the state; where it is, "" if it was empty."""
+        """Move a folder to its tree, or an engine's own into the state; where it is, "" if it was empty."""
+        if mark := read_mark(folder):
+            return self._take_home(folder, self.trees / mark)
         try:
             folder.rmdir()
         except OSError as error:
@@ -255,13 +313,18 @@ class Trees:
         else:
             return ""
         target = self.base / "replaced" / secrets.token_hex(8)
-        try:
-            os.rename(folder, target)
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-            shutil.move(folder, target)
+        move(folder, target, self.disk)
         return str(target)
+
+    def _take_home(self, folder: Path, home: Path) -> str:
+        """Move a marked folder back into its tree, "" if that is no more."""
+        if home.parent.is_dir() and not os.path.lexists(home):
+            move(folder, home, self.disk)
+            return str(home)
+        gone = folder.with_name(f".{home.name}.{secrets.token_hex(6)}")  # never half-deleted under its own name
+        os.rename(folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+        return ""
 
     def _sync(self, folder: Path) -> None:
         handle = open_folder(folder)
@@ -271,9 +334,18 @@ class Trees:
             os.close(handle)
 
     def _sweep(self) -> None:
-        """Remove what a killed process left in staging; only the lock's holder writes there."""
+        """Remove what a killed process left in staging or beside a root; only the lock's holder writes there."""
         for path in (self.base / "staging").iterdir():
             self._discard(path)
+        roots = {
+            Path(root)
+            for path in self.trees.iterdir()
+            if (tree := self.read(path))
+            for root in tree.record.roots.values()
+        }
+        for root in roots:
+            for path in leftovers(root):
+                self._clear(path, "")
 
     def _discard(self, path: Path) -> None:
         # Renamed first, so that no half-deleted tree keeps a committed name.

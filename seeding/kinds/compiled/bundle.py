@@ -15,6 +15,7 @@ from warmseed.seeding.bundle.files import Disk
 from warmseed.seeding.bundle.history import remember_index
 from warmseed.seeding.bundle.index import BundleIndex, FileRecord, read_index
 from warmseed.seeding.bundle.install import Target, authenticated, check_space, write_tree
+from warmseed.seeding.bundle.moving import write_mark
 from warmseed.seeding.bundle.trees import RankRecord, Tree, TreeRecord, Trees
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused
@@ -235,6 +236,7 @@ class CompileCacheKind:
             complete=not any(self._has(name.partition("/")[0], site) for name in work.left_out),
         )
         return TreeRecord(
+            moved=tuple(folder for placement in placed if placement.real for folder in placement.roots),
             config_hash=site.config_hash,
             environment_hash=self.environment(site).digest,
             roots=roots,
@@ -271,9 +273,11 @@ def _label(site: Site) -> str:
 
 
 def _commit(trees: Trees, staged: Path, record: TreeRecord, manifest: Manifest) -> Tree:
+    name = trees.name(f"{manifest.generation}-{manifest.sha256[:16]}")
+    for folder in record.moved:
+        write_mark(staged / folder, name, folder)
     Tree(staged, record).save()
-    path = trees.commit(staged, f"{manifest.generation}-{manifest.sha256[:16]}")
-    return Tree(path, record)
+    return Tree(trees.commit(staged, name), record)
 
 
 def _is_ours(tree: Tree, site: Site, environment: Environment) -> bool:
@@ -288,10 +292,10 @@ def _is_ours(tree: Tree, site: Site, environment: Environment) -> bool:
 def _whole(tree: Tree, site: Site, *, sample: int) -> bool:
     """Whether every file of the rank is still there, and `sample` of them have the bytes that were installed."""
     files = tree.record.ranks[_label(site)].files
-    if not all(os.path.lexists(tree.path / path) for path in files):
+    if not all(os.path.lexists(Path(*tree.where(path))) for path in files):
         return False
     picked = random.sample(sorted(files), min(sample, len(files)))
-    return not changed_files(tree.path, {path: files[path] for path in picked})
+    return not changed_files(tree, {path: files[path] for path in picked})
 
 
 def _reusable(tree: Tree, manifest: Manifest, site: Site) -> Installation | None:
@@ -299,7 +303,7 @@ def _reusable(tree: Tree, manifest: Manifest, site: Site) -> Installation | None
     rank = tree.record.ranks.get(_label(site))
     if tree.record.config_hash != site.config_hash or rank is None or rank.sha256 != manifest.sha256:
         return None
-    if changed_files(tree.path, rank.files):
+    if changed_files(tree, rank.files):
         return None
     return _installation(tree, manifest.generation, site)
 

@@ -16,7 +16,9 @@ from warmseed.seeding.kinds.base import Site
 __all__ = ["CacheUse", "CompiledCache", "Placement", "everything"]
 
 # Left behind by every writer that locks or renames; loading one means waiting for a process that is gone.
-_TEMPORARY = re.compile(r".*\.(?:lock|tmp|temp|partial)|.*~|tmp\..*|\.tmp.*|\.nfs.*|locks|__pycache__", re.DOTALL)
+_TEMPORARY = re.compile(
+    r".*\.(?:lock|tmp|temp|partial)|.*~|tmp\..*|\.tmp.*|\.nfs.*|locks|__pycache__|\.warmseed-.*", re.DOTALL
+)
 # Empty files of these types are what a crash leaves behind, and some loaders check existence only.
 _NEVER_EMPTY = (".so", ".cubin", ".o", ".json", ".ptx", ".py", ".cpp", ".cu")
 
@@ -31,6 +33,7 @@ class Placement:
     made: Mapping[str, bytes] = field(default_factory=dict)  # path below `folder` -> what warmseed writes there
     left_out: Mapping[str, str] = field(default_factory=dict)  # path in the bundle or cache name -> why
     links: Mapping[str, Path] = field(default_factory=dict)  # folders in the tree -> where, if not all of `root`
+    real: bool = False  # its compiler resolves links, so the folders themselves must stand at those paths
 
     @property
     def roots(self) -> Mapping[str, Path]:
@@ -82,6 +85,10 @@ class CompiledCache(ABC):
     def skips(self, path: str) -> bool:
         """Whether the file or folder at `path` below the root is no part of the cache."""
         return _TEMPORARY.fullmatch(path, path.rfind("/") + 1) is not None
+
+    def counts(self, path: str) -> bool:
+        """Whether a new file at `path` below the root shows that something was compiled."""
+        return True
 
     def refuses(self, path: str, size: int) -> str | None:
         """Why the file at `path` is not captured, or `None`."""

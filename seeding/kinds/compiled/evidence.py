@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from warmseed.seeding.bundle.trees import Tree, read_tree
 from warmseed.seeding.bundle.walk import Snapshot, open_folder, read_file, take_snapshot
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.kinds.base import Evidence, Installation, Site, Verdict
@@ -16,21 +17,29 @@ from warmseed.seeding.kinds.compiled.cache import CacheUse, CompiledCache
 __all__ = ["changed_files", "judge_caches"]
 
 
-def changed_files(tree: Path, files: Mapping[str, str]) -> list[str]:
+def changed_files(tree: Tree, files: Mapping[str, str]) -> list[str]:
     """Which of `files` (path in the tree -> SHA-256) have other bytes now, or are gone."""
     changed = []
-    handle = open_folder(tree)
+    handles: dict[Path, int | None] = {}
     try:
         for path, digest in files.items():
+            folder, below = tree.where(path)
+            if folder not in handles:
+                try:
+                    handles[folder] = open_folder(folder)
+                except OSError:
+                    handles[folder] = None
+            handle = handles[folder]
             try:
-                data = read_file(handle, path)
+                data = read_file(handle, below) if handle is not None else None
             except (OSError, ArtifactRefused):
-                changed.append(path)
-                continue
-            if hashlib.sha256(data).hexdigest() != digest:
+                data = None
+            if data is None or hashlib.sha256(data).hexdigest() != digest:
                 changed.append(path)
     finally:
-        os.close(handle)
+        for handle in handles.values():
+            if handle is not None:
+                os.close(handle)
     return changed
 
 
@@ -44,6 +53,9 @@ def judge_caches(
     """
     if installation.folder is None:
         return Verdict(used=False, reason="nothing was installed")
+    tree = read_tree(installation.folder)
+    if tree is None:
+        return Verdict(used=False, reason="what was installed is no longer there")
     per_cache: dict[str, bool] = {}
     reasons: list[str] = []
     for name, cache in caches.items():
@@ -52,9 +64,9 @@ def judge_caches(
             files = {path: digest for path, digest in installation.files.items() if path.startswith(prefix)}
             if not files:
                 continue
-            use = _use(cache, installation.folder, prefix, files, evidence)
+            use = _use(cache, tree, prefix, files, evidence)
             if folder != name and name in site.roots:  # the engine's own root must have stayed as it was
-                built = _built_since(cache, site.roots[name], installation.folder)
+                built = _built_since(cache, site.roots[name], tree.path)
                 use = dataclasses.replace(use, appeared=[*use.appeared, *built])
             per_cache[name], reason = cache.used(use)
             reasons.append(f"{name}: {reason}")
@@ -62,44 +74,49 @@ def judge_caches(
     return Verdict(used=used, reason="; ".join(reasons) or "no cache was installed", per_cache=per_cache)
 
 
-def _use(cache: CompiledCache, tree: Path, prefix: str, files: Mapping[str, str], evidence: Evidence) -> CacheUse:
-    snapshot = Snapshot()
-    try:
-        handle = open_folder(tree / prefix)
-    except OSError:
-        pass  # the whole folder is gone: every file shows as changed
-    else:
-        try:
-            snapshot = take_snapshot(handle, cache.skips)
-        finally:
-            os.close(handle)
-    present = {prefix + path for path in snapshot.files}
+def _use(cache: CompiledCache, tree: Tree, prefix: str, files: Mapping[str, str], evidence: Evidence) -> CacheUse:
+    present: set[str] = set()
+    read = 0
+    for folder in (prefix[:-1], *(moved for moved in tree.record.moved if moved.startswith(prefix))):
+        base = "" if folder == prefix[:-1] else folder[len(prefix) :] + "/"  # of the folder, below the cache's root
+        snapshot = _snapshot(Path(*tree.where(folder)), cache, base)
+        for path, found in snapshot.files.items():
+            name = prefix + base + path
+            if name in files:
+                read += snapshot.atimes_ns[path] != found.mtime_ns
+            elif cache.counts(base + path):
+                present.add(name)
     reported = {path for path in evidence.new_files if path.startswith(prefix)}
-    read = sum(
-        snapshot.atimes_ns[path] != found.mtime_ns for path, found in snapshot.files.items() if prefix + path in files
-    )
     return CacheUse(
         installed=len(files),
-        read=read if read or _keeps_access_times(tree) else None,
-        appeared=sorted((present - set(files)) | reported),
+        read=read if read or _keeps_access_times(tree.path) else None,
+        appeared=sorted(present | reported),
         changed=changed_files(tree, files),
         counters=evidence.counters,
         lines=evidence.lines,
     )
 
 
+def _snapshot(folder: Path, cache: CompiledCache, base: str = "") -> Snapshot:
+    """The files below `folder`, whose path below the cache's root is `base`; none when it is gone."""
+    try:
+        handle = open_folder(folder)
+    except OSError:
+        return Snapshot()
+    try:
+        return take_snapshot(handle, lambda path: cache.skips(base + path))
+    finally:
+        os.close(handle)
+
+
 def _built_since(cache: CompiledCache, root: Path, tree: Path) -> list[str]:
     """Files below an engine's own root that are younger than the tree's record."""
     try:
         since = (tree / "tree.json").stat().st_mtime_ns
-        handle = open_folder(root)
     except OSError:
         return []
-    try:
-        snapshot = take_snapshot(handle, cache.skips)
-    finally:
-        os.close(handle)
-    return [f"{cache.name}/{path}" for path, found in snapshot.files.items() if found.mtime_ns > since]
+    files = _snapshot(root, cache).files.items()
+    return [f"{cache.name}/{path}" for path, found in files if found.mtime_ns > since and cache.counts(path)]
 
 
 def _keeps_access_times(folder: Path) -> bool:

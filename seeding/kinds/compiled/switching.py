@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
+from warmseed.seeding.bundle.moving import copy_file
 from warmseed.seeding.bundle.trees import Tree, TreeRecord, Trees
 from warmseed.seeding.kinds.compiled.cache import Placement
 
@@ -34,14 +35,7 @@ def switch(trees: Trees, tree: Tree) -> None:
             before[root] = trees.point(Path(root), str(tree.path / folder))
             trees.settle(Path(root))
         if before != tree.record.before:  # an engine's own folder was moved aside: its new place must be known
-            record = tree.record
-            tree.record = TreeRecord(
-                config_hash=record.config_hash,
-                environment_hash=record.environment_hash,
-                roots=record.roots,
-                before=before,
-                ranks=record.ranks,
-            )
+            tree.record = msgspec.structs.replace(tree.record, before=before)
             tree.save()
     except OSError:
         for root, standing in before.items():
@@ -56,7 +50,7 @@ def put_back(trees: Trees, tree: Tree) -> None:
         OSError: when the disk fails.
     """
     for folder, root in tree.record.roots.items():
-        if not _leads_to(Path(root), tree.path / folder):
+        if trees.standing(Path(root)) != str(tree.path / folder):
             continue
         before = tree.record.before.get(root, "")
         trees.point(Path(root), before if _fit(trees, before, tree.record) else "")
@@ -80,15 +74,11 @@ def carry_over(trees: Trees, staged: Path, record: TreeRecord, label: str) -> No
                 continue
             files = {path: digest for path, digest in rank.files.items() if path.startswith(f"{folder}/")}
             for path in files:
-                source, target = tree.path / path, staged / path
+                source, target = Path(*tree.where(path)), staged / path
                 if source.is_file() and not source.is_symlink() and not target.exists():
                     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    shutil.copy2(source, target, follow_symlinks=False)
+                    copy_file(str(source), str(target))
             record.ranks.setdefault(other, rank)
-
-
-def _leads_to(root: Path, folder: Path) -> bool:
-    return root.is_symlink() and os.readlink(root) == str(folder)
 
 
 def _fit(trees: Trees, before: str, record: TreeRecord) -> bool:
@@ -99,4 +89,4 @@ def _fit(trees: Trees, before: str, record: TreeRecord) -> bool:
     if path is None:
         return Path(before).is_dir()  # an operator's own link, or a folder that was moved aside
     tree = trees.read(path)
-    return tree is not None and tree.record.environment_hash == record.environment_hash
+    return tree is not None and Path(before).is_dir() and tree.record.environment_hash == record.environment_hash
