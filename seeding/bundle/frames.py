@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import zstandard
 
@@ -24,7 +25,7 @@ from warmseed.seeding.bundle.index import Chunk
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.trust.manifest import Stored
 
-__all__ = ["MAGIC", "FrameWriter", "compressed", "expand", "large_cuts"]
+__all__ = ["MAGIC", "FrameWriter", "compressed", "expand", "expand_into", "large_cuts"]
 
 MAGIC = b"\x28\xb5\x2f\xfd"  # RFC 8878, 3.1.1
 WINDOW = 1 << 27  # bytes; the largest zstd window a reader accepts, so a frame can't ask for gigabytes
@@ -38,6 +39,7 @@ LARGEST = 256 << 10  # bytes in the longest chunk
 # Two bytes that end a chunk in a large file: in machine code and random bytes they come once in about 64 KiB.
 NEEDLE = b"\x9b\x17"
 
+_VECTORS = 1024  # pieces in one `writev`; IOV_MAX of Linux
 _BATCH = 4 << 20  # bytes compressed by one task
 _AHEAD = 4  # batches in flight, so some 16 MiB wait in memory
 _THREADS = min(4, os.cpu_count() or 1)
@@ -69,7 +71,7 @@ class _Packed:
     chunks: list[tuple[str, int, int]]  # id, length, length of the frame
     digests: dict[int, str]  # of the files that are whole in it
     pieces: list[bytes]
-    frames: list[bytes]
+    frames: list[bytes | memoryview]
 
 
 def _pack(batch: Sequence[Sequence[_Part]]) -> _Packed:
@@ -91,12 +93,13 @@ def _pack(batch: Sequence[Sequence[_Part]]) -> _Packed:
     return _Packed([(i, *both) for i, both in zip(ids, lengths, strict=True)], digests, pieces, frames)
 
 
-def _compress(pieces: Sequence[bytes]) -> list[bytes]:
+def _compress(pieces: Sequence[bytes]) -> list[bytes | memoryview]:
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     if "multi_compress_to_buffer" not in zstandard.backend_features:
         return [compressor.compress(piece) for piece in pieces]
     made = compressor.multi_compress_to_buffer(list(pieces), threads=_THREADS)
-    return [made[number].tobytes() for number in range(len(made))]
+    # Segments have the buffer protocol, which their stubs don't say; views of them save a copy.
+    return [memoryview(cast("bytes", made[number])) for number in range(len(made))]
 
 
 class FrameWriter:
@@ -207,11 +210,23 @@ class FrameWriter:
             self._written.popleft().result()
 
     def _write(self, packed: _Packed) -> None:
-        self._hash.update(b"".join(packed.pieces))
-        stored = b"".join(packed.frames)
-        self._stored.update(stored)
-        self._out.write(stored)
+        for piece in packed.pieces:
+            self._hash.update(piece)
+        for frame in packed.frames:
+            self._stored.update(frame)
+        _write_all(self._out.fileno(), packed.frames)
         start_writeback(self._out.fileno())
+
+
+def _write_all(handle: int, pieces: Sequence[bytes | memoryview]) -> None:
+    """Write `pieces` in few system calls and without joining them."""
+    left = deque(memoryview(piece) for piece in pieces)
+    while left:
+        written = os.writev(handle, list(islice(left, _VECTORS)))
+        while left and written >= len(left[0]):
+            written -= len(left.popleft())
+        if written:
+            left[0] = left[0][written:]
 
 
 def compressed(path: Path) -> bool:
@@ -237,13 +252,51 @@ def expand(source: BinaryIO, out: BinaryIO, *, length: int) -> str:
                 while piece := reader.read(PIECE):
                     total += len(piece)
                     if total > length:
-                        raise ArtifactRefused("length", f"the bundle is longer than the {length} bytes of its manifest")
+                        raise _longer(length)
                     waiting.append(hasher.submit(digest.update, piece))
                     out.write(piece)
                     while len(waiting) > _AHEAD:
                         waiting.popleft().result()
         except zstandard.ZstdError as error:
-            raise ArtifactRefused("malformed", f"the bundle's compression is broken: {error}") from error
+            raise _broken(error) from error
     if total != length:
-        raise ArtifactRefused("length", f"the bundle has {total} bytes, its manifest says {length}")
+        raise _shorter(total, length)
     return digest.hexdigest()
+
+
+def expand_into(source: BinaryIO, out: memoryview) -> str:
+    """Decompress the frames in `source` into `out`, which they must fill; the SHA-256 of the result.
+
+    Raises:
+        ArtifactRefused: as `expand` does.
+    """
+    digest, total, length = hashlib.sha256(), 0, len(out)
+    decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW)
+    hashed: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="warmseed-hash") as hasher:
+        try:
+            with decompressor.stream_reader(source, read_across_frames=True, closefd=False) as reader:
+                while total < length and (count := reader.readinto(out[total : total + PIECE])):
+                    hashed.append(hasher.submit(digest.update, out[total : total + count]))
+                    total += count
+                if total == length and reader.read(1):
+                    raise _longer(length)
+        except zstandard.ZstdError as error:
+            raise _broken(error) from error
+        for done in hashed:
+            done.result()
+    if total != length:
+        raise _shorter(total, length)
+    return digest.hexdigest()
+
+
+def _longer(length: int) -> ArtifactRefused:
+    return ArtifactRefused("length", f"the bundle is longer than the {length} bytes of its manifest")
+
+
+def _shorter(total: int, length: int) -> ArtifactRefused:
+    return ArtifactRefused("length", f"the bundle has {total} bytes, its manifest says {length}")
+
+
+def _broken(error: zstandard.ZstdError) -> ArtifactRefused:
+    return ArtifactRefused("malformed", f"the bundle's compression is broken: {error}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from pathlib import Path
 from warmseed.errors import printable
 from warmseed.seeding.bundle import tar
 from warmseed.seeding.bundle.files import Disk, owned_mode
-from warmseed.seeding.bundle.frames import PIECE, compressed, expand
+from warmseed.seeding.bundle.frames import PIECE, compressed, expand, expand_into
 from warmseed.seeding.bundle.index import BundleIndex, FileRecord
 from warmseed.seeding.bundle.walk import open_folder
 from warmseed.seeding.errors import ArtifactRefused
@@ -28,6 +29,7 @@ __all__ = ["RESERVE", "Target", "authenticated", "check_space", "write_tree"]
 
 IN_MEMORY = 512 << 20  # bytes; a larger bundle is expanded on the disk
 RESERVE = 256 << 20  # bytes left free on the disk after an installation
+_WRITERS = 2  # threads that write and hash files; making a file is mostly the kernel's work
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,33 +65,32 @@ def authenticated(payload: Path, staging: Path, *, sha256: str, length: int) -> 
         ArtifactRefused: ``length``, ``digest`` or ``malformed``; nothing was parsed then.
         OSError: when the disk fails.
     """
-    if compressed(payload):
-        if length <= IN_MEMORY:  # the disk is spared from bytes that are gone in a second
-            handle = os.memfd_create("warmseed-bundle", os.MFD_CLOEXEC)
-        else:
-            handle = os.open(staging, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-        file = os.fdopen(handle, "w+b", buffering=0)
-    else:
-        file = payload.open("rb", buffering=0)
-    with file:
-        if file.writable():
-            with payload.open("rb") as source:
-                found = expand(source, file, length=length)
-        else:
+    if not length:
+        raise ArtifactRefused("malformed", "a bundle without a byte")
+    if not compressed(payload):
+        with payload.open("rb", buffering=0) as file:
             found = _digest(file, length)
+            mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ)
+    elif length <= IN_MEMORY:  # the disk is spared from bytes that are gone in a second
+        mapped = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+        with payload.open("rb") as source:
+            found = expand_into(source, memoryview(mapped))
+    else:
+        handle = os.open(staging, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        with os.fdopen(handle, "w+b", buffering=0) as file, payload.open("rb") as source:
+            found = expand(source, file, length=length)
+            mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ)
+    view = memoryview(mapped).toreadonly()
+    try:
         if found != sha256:
             raise ArtifactRefused("digest", f"the bundle's SHA-256 is {found[:12]}…, its manifest says {sha256[:12]}…")
-        if not length:
-            raise ArtifactRefused("malformed", "a bundle without a byte")
-        mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ)
-        view = memoryview(mapped)
-        try:
-            yield view
-        finally:
-            # A refusal's traceback still holds slices of the map; it then goes when they do.
-            with suppress(BufferError):
-                view.release()
-                mapped.close()
+        yield view
+    finally:
+        # A refusal's traceback still holds slices of the map; it then goes when they do.
+        with suppress(BufferError):
+            view.release()
+            mapped.close()
 
 
 def _digest(file: object, length: int) -> str:
@@ -118,23 +119,54 @@ def write_tree(
         OSError: when the disk fails.
     """
     listed = _listed(data, index)
+    stop = threading.Event()
+
+    def work(part: Sequence[tuple[tar.Member, FileRecord]]) -> dict[str, str]:
+        try:
+            return _write_part(data, part, targets, staged, disk, stop)
+        except BaseException:
+            stop.set()
+            raise
+
     installed: dict[str, str] = {}
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="warmseed-hash") as hasher:
-        checked = hasher.submit(check_files, data, listed)  # on another core, while the files are written
-        with _Folders(staged, disk) as folders:
-            for member, record in listed:
-                if (target := targets.get(member.name)) is None:
-                    continue
-                body, digest = data[member.offset : member.offset + member.size], record.sha256
-                if target.localise is not None:
-                    made = target.localise(bytes(body))
-                    body, digest = memoryview(made), hashlib.sha256(made).hexdigest()
-                folder, _, name = target.path.rpartition("/")
-                disk.write_file(
-                    name, folders.open(folder), body, mode=owned_mode(record.mode), mtime_ns=record.mtime_ns
-                )
-                installed[target.path] = digest
-        checked.result()
+    with ThreadPoolExecutor(_WRITERS, thread_name_prefix="warmseed-write") as writers:
+        for done in [writers.submit(work, part) for part in _shares(listed, _WRITERS)]:
+            installed.update(done.result())
+    return installed
+
+
+def _shares(
+    listed: Sequence[tuple[tar.Member, FileRecord]], count: int
+) -> Iterator[Sequence[tuple[tar.Member, FileRecord]]]:
+    """`listed` in `count` runs of about the same number of files; folders stay together but at the borders."""
+    for number in range(count):
+        yield listed[len(listed) * number // count : len(listed) * (number + 1) // count]
+
+
+def _write_part(
+    data: memoryview,
+    part: Sequence[tuple[tar.Member, FileRecord]],
+    targets: Mapping[str, Target],
+    staged: Path,
+    disk: Disk,
+    stop: threading.Event,
+) -> dict[str, str]:
+    """Check and write some of the files; until another thread has failed."""
+    installed: dict[str, str] = {}
+    with _Folders(staged, disk) as folders:
+        for member, record in part:
+            if stop.is_set():
+                break
+            check_files(data, ((member, record),))
+            if (target := targets.get(member.name)) is None:
+                continue
+            body, digest = data[member.offset : member.offset + member.size], record.sha256
+            if target.localise is not None:
+                made = target.localise(bytes(body))
+                body, digest = memoryview(made), hashlib.sha256(made).hexdigest()
+            folder, _, name = target.path.rpartition("/")
+            disk.write_file(name, folders.open(folder), body, mode=owned_mode(record.mode), mtime_ns=record.mtime_ns)
+            installed[target.path] = digest
     return installed
 
 
