@@ -176,6 +176,7 @@ class TcpRendezvous:
         self._wire: _Wire | None = None
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], None] = {}  # not admitted yet, oldest first
 
     @classmethod
     @asynccontextmanager
@@ -241,18 +242,26 @@ class TcpRendezvous:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def _left(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._strangers.pop(task, None)
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         if task is not None:
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._left)
+            self._strangers[task] = None
         wire = _Wire(reader, writer, self._key, host=True)
         rank: int | None = None
         try:
             if len(self._tasks) > 2 * self.world + 16:
-                return
+                # Whoever has been silent for longest makes room: a rank proves itself within milliseconds.
+                next(iter(self._strangers)).cancel()
             async with asyncio.timeout(HANDSHAKE):
                 rank = await self._admit(wire, writer)
+            if task is not None:
+                self._strangers.pop(task, None)
             if rank is not None:
                 await self._serve(rank, wire)
         except (OSError, EOFError, TimeoutError, WarmseedError) as error:

@@ -85,7 +85,9 @@ def test_a_payload_that_the_fleet_denied_is_quarantined(site: Site, tmp_path: Pa
 
 def test_a_generation_whose_first_start_never_ended_is_taken_back_and_told_to_the_fleet(site: Site) -> None:
     digest = current(site)
-    Probation(site.state, clock=lambda: NOW).begin(KIND.name, digest, 2, RANK)
+    probation = Probation(site.state, clock=lambda: NOW)
+    probation.begin(KIND.name, digest, 2, RANK)
+    probation.meet(digest, RANK)
     found = run(site)
     assert found is not None
     assert found.trial is not None
@@ -102,7 +104,10 @@ def test_a_rank_with_nothing_installed_has_nothing_to_take_back(tmp_path: Path) 
 def test_without_a_predecessor_the_engine_starts_from_nothing(tmp_path: Path) -> None:
     site = make_site(tmp_path / "node", caches=("inductor",))
     install(tmp_path, site, NEW, 1)
-    Probation(site.state, clock=lambda: NOW).begin(KIND.name, current(site), 1, RANK)
+    probation = Probation(site.state, clock=lambda: NOW)
+    probation.begin(KIND.name, current(site), 1, RANK)
+    assert run(site) is None  # no engine has met it yet
+    probation.meet(current(site), RANK)
     assert run(site) is not None
     assert not site.roots["inductor"].exists()
     shutil.rmtree(site.state)
