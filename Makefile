@@ -4,8 +4,9 @@
 demo: setup
 	@.venv/bin/python bench/demo.py
 
+# In the order of the files, so that a failure elsewhere is the same failure here; bare `pytest` shuffles them.
 test: setup lint
-	@.venv/bin/pytest -q
+	@.venv/bin/pytest -q -p no:randomly
 
 # Real vLLM on the CPU, in a venv of its own: about three minutes to install, ten to run.
 test-vllm: setup
