@@ -10,30 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import hmac
 import ipaddress
 import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Annotated, Final, Protocol, TypeVar
-
-import msgspec
+from typing import Final, Protocol
 
 from warmseed.errors import ConfigurationError, WarmseedError, printable
+from warmseed.seeding.gang.wire import SHARE_BYTES, Hello, Share, Verdict, Welcome, Wire
 
 __all__ = ["Alone", "Rendezvous", "RendezvousFailed", "TcpRendezvous"]
 
 _log = logging.getLogger(__name__)
 
-SHARE_BYTES: Final = 16 << 10  # bytes one rank may say in one round
 HANDSHAKE: Final = 5.0  # seconds for a stranger to prove that it is a rank
 GRACE: Final = 3.0  # seconds that a rank waits for the host's word beyond its own deadline
 SENDING: Final = 30.0  # seconds for a rank to read how a round ended
 _HELLO_BYTES: Final = 4 << 10
 _ROUNDS: Final = 64  # rounds remembered, so that a late rank still learns how one ended
-_S = TypeVar("_S", bound=msgspec.Struct)
 
 
 class RendezvousFailed(WarmseedError):
@@ -85,79 +81,15 @@ class Alone:
         return {0: share}
 
 
-class _Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    group: Annotated[str, msgspec.Meta(max_length=256)]
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
-    world: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-    nonce: Annotated[str, msgspec.Meta(min_length=32, max_length=64)]
-
-
-class _Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    refused: Annotated[str, msgspec.Meta(max_length=512)] = ""
-
-
-class _Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: Annotated[str, msgspec.Meta(max_length=128)]
-    share: Annotated[bytes, msgspec.Meta(max_length=SHARE_BYTES)]
-
-
-class _Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: Annotated[str, msgspec.Meta(max_length=128)]
-    shares: tuple[bytes, ...] = ()  # by rank; empty when the round failed
-    missing: tuple[int, ...] = ()
-    reason: Annotated[str, msgspec.Meta(max_length=512)] = ""
-
-
-class _Wire:
-    """Frames with a MAC: 4 bytes of length, 32 of HMAC-SHA256 over direction, number and body, the body."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, *, host: bool) -> None:
-        self._reader, self._writer, self._key = reader, writer, key
-        self._out, self._in = (b"host", b"rank") if host else (b"rank", b"host")
-        self._sent = self._received = 0
-
-    async def send(self, message: msgspec.Struct) -> None:
-        body = msgspec.json.encode(message)
-        mac = self._mac(self._out, self._sent, body)
-        self._sent += 1
-        self._writer.write(len(body).to_bytes(4, "big") + mac + body)
-        await self._writer.drain()
-
-    async def receive(self, form: type[_S], *, limit: int) -> _S:
-        """Raises: EOFError, OSError, `WarmseedError` for a frame that is too long, forged or malformed."""
-        length = int.from_bytes(await self._reader.readexactly(4), "big")
-        if length > limit:
-            raise WarmseedError(f"a frame of {length} bytes is over the limit of {limit}; the connection is closed")
-        mac = await self._reader.readexactly(32)
-        body = await self._reader.readexactly(length)
-        if not hmac.compare_digest(mac, self._mac(self._in, self._received, body)):
-            raise WarmseedError("the other end does not hold this group's secret; the connection is closed")
-        self._received += 1
-        try:
-            return msgspec.json.decode(body, type=form)
-        except msgspec.MsgspecError as error:
-            raise WarmseedError(f"a frame does not parse: {printable(error)}; the connection is closed") from None
-
-    def rekey(self, *nonces: bytes) -> None:
-        """From here on frames are good for this connection only."""
-        self._key = hmac.digest(self._key, b"\0".join(nonces), "sha256")
-
-    def _mac(self, direction: bytes, number: int, body: bytes) -> bytes:
-        return hmac.digest(self._key, direction + number.to_bytes(8, "big") + body, "sha256")
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 class _Round:
     """One round at the host."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.shares: dict[int, bytes] = {}
-        self.ended: asyncio.Future[_Verdict] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
 
-    def end(self, verdict: _Verdict) -> None:
+    def end(self, verdict: Verdict) -> None:
         if not self.ended.done():
             self.ended.set_result(verdict)
 
@@ -172,8 +104,8 @@ class TcpRendezvous:
         self._verdict_bytes = 4096 + world * (SHARE_BYTES * 4 // 3 + 16)
         self._rounds: dict[str, _Round] = {}
         self._gone: set[int] = set()
-        self._members: dict[int, _Wire] = {}
-        self._wire: _Wire | None = None
+        self._members: dict[int, Wire] = {}
+        self._wire: Wire | None = None
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers: dict[asyncio.Task[None], None] = {}  # not admitted yet, oldest first
@@ -252,7 +184,7 @@ class TcpRendezvous:
             self._tasks.add(task)
             task.add_done_callback(self._left)
             self._strangers[task] = None
-        wire = _Wire(reader, writer, self._key, host=True)
+        wire = Wire(reader, writer, self._key, host=True)
         rank: int | None = None
         try:
             if len(self._tasks) > 2 * self.world + 16:
@@ -272,11 +204,11 @@ class TcpRendezvous:
                 self._lost(rank)
             wire.close()
 
-    async def _admit(self, wire: _Wire, writer: asyncio.StreamWriter) -> int | None:
+    async def _admit(self, wire: Wire, writer: asyncio.StreamWriter) -> int | None:
         nonce = secrets.token_hex(16)
         writer.write(nonce.encode())
         await writer.drain()
-        hello = await wire.receive(_Hello, limit=_HELLO_BYTES)
+        hello = await wire.receive(Hello, limit=_HELLO_BYTES)
         wire.rekey(nonce.encode(), hello.nonce.encode())
         refused = ""
         if (hello.group, hello.world) != (self._group, self.world):
@@ -285,7 +217,7 @@ class TcpRendezvous:
             refused = f"{self._group} has no rank {hello.rank} to admit"
         elif hello.rank in self._members:
             refused = f"rank {hello.rank} of {self._group} is here already"
-        await wire.send(_Welcome(refused))
+        await wire.send(Welcome(refused))
         if refused:
             _log.warning("turned a rank away: %s", refused)
             return None
@@ -293,18 +225,18 @@ class TcpRendezvous:
         self._gone.discard(hello.rank)
         return hello.rank
 
-    async def _serve(self, rank: int, wire: _Wire) -> None:
+    async def _serve(self, rank: int, wire: Wire) -> None:
         """Rounds of one rank. Its hanging up is heard at once, also while it waits for the others."""
-        heard = asyncio.create_task(wire.receive(_Share, limit=_HELLO_BYTES + SHARE_BYTES * 2))
+        heard = asyncio.create_task(wire.receive(Share, limit=_HELLO_BYTES + SHARE_BYTES * 2))
         try:
             while True:
                 message = await heard
-                heard = asyncio.create_task(wire.receive(_Share, limit=_HELLO_BYTES + SHARE_BYTES * 2))
+                heard = asyncio.create_task(wire.receive(Share, limit=_HELLO_BYTES + SHARE_BYTES * 2))
                 meeting = self._round(message.name)
                 if not meeting.ended.done():
                     meeting.shares[rank] = message.share
                     self._complete(meeting)
-                either: set[asyncio.Future[_Verdict] | asyncio.Task[_Share]] = {meeting.ended, heard}
+                either: set[asyncio.Future[Verdict] | asyncio.Task[Share]] = {meeting.ended, heard}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if not meeting.ended.done():
                     await heard  # it hung up, or spoke out of turn
@@ -315,7 +247,7 @@ class TcpRendezvous:
             heard.cancel()
             await asyncio.gather(heard, return_exceptions=True)
 
-    async def _as_host(self, name: str, share: bytes, timeout: float) -> _Verdict:
+    async def _as_host(self, name: str, share: bytes, timeout: float) -> Verdict:
         meeting = self._round(name)
         meeting.shares[0] = share
         if self._gone:
@@ -337,12 +269,12 @@ class TcpRendezvous:
 
     def _complete(self, meeting: _Round) -> None:
         if len(meeting.shares) == self.world:
-            meeting.end(_Verdict(meeting.name, tuple(meeting.shares[rank] for rank in range(self.world))))
+            meeting.end(Verdict(meeting.name, tuple(meeting.shares[rank] for rank in range(self.world))))
 
     def _fail(self, meeting: _Round, how: str) -> None:
         missing = tuple(rank for rank in range(self.world) if rank not in meeting.shares)
         named = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
-        meeting.end(_Verdict(meeting.name, (), missing[:1024], f"rank {named} {how}"))
+        meeting.end(Verdict(meeting.name, (), missing[:1024], f"rank {named} {how}"))
 
     def _lost(self, rank: int) -> None:
         """A rank that hung up is out of every round that has not ended; the others need not wait for it."""
@@ -355,12 +287,12 @@ class TcpRendezvous:
 
     # The others ----------------------------------------------------------------------------------------
 
-    async def _as_member(self, name: str, share: bytes, timeout: float) -> _Verdict:
+    async def _as_member(self, name: str, share: bytes, timeout: float) -> Verdict:
         try:
             async with asyncio.timeout(timeout + GRACE):
                 wire = await self._connected()
-                await wire.send(_Share(name, share))
-                verdict = await wire.receive(_Verdict, limit=self._verdict_bytes)
+                await wire.send(Share(name, share))
+                verdict = await wire.receive(Verdict, limit=self._verdict_bytes)
         except TimeoutError:
             self._hang_up()
             raise RendezvousFailed(f"round {name}: no word from rank 0 within {timeout + GRACE:g} s") from None
@@ -377,7 +309,7 @@ class TcpRendezvous:
             raise RendezvousFailed(f"round {name}: rank 0 answered another question")
         return verdict
 
-    async def _connected(self) -> _Wire:
+    async def _connected(self) -> Wire:
         if self._wire is not None:
             return self._wire
         pause = 0.02
@@ -388,13 +320,13 @@ class TcpRendezvous:
             except OSError:  # rank 0 is still starting; the round's deadline ends this
                 await asyncio.sleep(pause)
                 pause = min(pause * 1.5, 0.5)
-        wire = _Wire(reader, writer, self._key, host=False)
+        wire = Wire(reader, writer, self._key, host=False)
         try:
             theirs = await reader.readexactly(32)
             ours = secrets.token_hex(16)
-            await wire.send(_Hello(self._group, self.rank, self.world, ours))
+            await wire.send(Hello(self._group, self.rank, self.world, ours))
             wire.rekey(theirs, ours.encode())
-            welcome = await wire.receive(_Welcome, limit=_HELLO_BYTES)
+            welcome = await wire.receive(Welcome, limit=_HELLO_BYTES)
         except BaseException:
             wire.close()
             raise
