@@ -5,8 +5,9 @@ demo: setup
 	@.venv/bin/python bench/demo.py
 
 # In the order of the files, so that a failure elsewhere is the same failure here; bare `pytest` shuffles them.
+# The venv's programs come first: builds and the proofs about them must ask one ninja.
 test: setup lint
-	@.venv/bin/pytest -q -p no:randomly
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/pytest -q -p no:randomly
 
 # Real vLLM on the CPU, in a venv of its own: about three minutes to install, ten to run.
 test-vllm: setup
