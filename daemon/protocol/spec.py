@@ -10,7 +10,7 @@ from typing import Final, Literal
 import msgspec
 
 from warmseed.daemon.placement import Group, Layout, Place, seed_endpoint
-from warmseed.daemon.settings.config import PreloadConfig
+from warmseed.daemon.settings.config import PreloadConfig, decode_secret
 from warmseed.errors import ConfigurationError, printable
 from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.trust.token import Secret
@@ -79,12 +79,6 @@ def _encode(value: object) -> str:
     raise NotImplementedError(f"{type(value).__name__} has no place in a rank's spec")
 
 
-def _decode(kind: type, value: object) -> object:
-    if kind is Secret and isinstance(value, str):
-        return Secret(value)
-    raise NotImplementedError(f"{kind.__name__} has no place in a rank's spec")
-
-
 def encode_spec(spec: RankSpec) -> bytes:
     """`spec` as JSON, secrets in clear: for the pipe to the rank only, never for a log or a file."""
     return msgspec.json.encode(spec, enc_hook=_encode)
@@ -97,7 +91,7 @@ def decode_spec(data: bytes) -> RankSpec:
         ConfigurationError: if `data` is not a spec of this version.
     """
     try:
-        return msgspec.json.decode(data, type=RankSpec, dec_hook=_decode)
+        return msgspec.json.decode(data, type=RankSpec, dec_hook=decode_secret)
     except msgspec.DecodeError as error:
         raise ConfigurationError(
             f"the launcher's description of this rank can't be read ({printable(error)}); "

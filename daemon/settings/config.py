@@ -24,6 +24,7 @@ __all__ = [
     "Option",
     "PreloadConfig",
     "Secret",
+    "decode_secret",
     "options",
 ]
 
@@ -255,3 +256,17 @@ def options() -> dict[str, Option]:
             default=None if field.default is msgspec.NODEFAULT else field.default,
         )
     return found
+
+
+def decode_secret(kind: type, value: object) -> object:
+    """msgspec's ``dec_hook`` for a `PreloadConfig`: a `Secret` out of a string, whose text no error repeats.
+
+    Raises:
+        TypeError: for a secret that is no string; msgspec turns it into its `ValidationError`, with the place.
+        NotImplementedError: for any other type, as msgspec asks of a hook: a field that has no decoding is a bug.
+    """
+    if kind is not Secret:
+        raise NotImplementedError(f"{kind.__name__} has no decoding in a configuration")
+    if not isinstance(value, str):
+        raise TypeError(f"Expected `str`, got `{type(value).__name__}`")
+    return Secret(value)

@@ -25,7 +25,7 @@ from typing import Final, Union, get_args, get_origin
 
 import msgspec
 
-from warmseed.daemon.settings.config import ENV_PREFIX, Option, PreloadConfig, options
+from warmseed.daemon.settings.config import ENV_PREFIX, Option, PreloadConfig, decode_secret, options
 from warmseed.daemon.settings.rules import check
 from warmseed.errors import ConfigurationError, printable
 from warmseed.seeding.channel.endpoint import Endpoint
@@ -182,7 +182,7 @@ def _typed(merged: Mapping[str, object], known: Mapping[str, Option]) -> Preload
     if isinstance(buckets := values.get("shape_buckets"), list | tuple):
         values["shape_buckets"] = [int(b) if isinstance(b, str) and b.isdecimal() else b for b in buckets]
     try:
-        return msgspec.convert(values, PreloadConfig, dec_hook=_hook)
+        return msgspec.convert(values, PreloadConfig, dec_hook=decode_secret)
     except msgspec.ValidationError as error:
         # msgspec's text ends with the place, " - at `$.nnodes`".
         text, _, place = str(error).partition(" - at `$.")
@@ -190,9 +190,3 @@ def _typed(merged: Mapping[str, object], known: Mapping[str, Option]) -> Preload
         flag = known[name].flag if name in known else f"[{name}] of the configuration file"
         given = "" if name in ("seed_token", "stores") else f" {printable(repr(merged.get(name)))}"
         raise ConfigurationError(f"{flag}{given}: {printable(text)}") from error
-
-
-def _hook(kind: type, value: object) -> object:
-    if kind is Secret and isinstance(value, str):
-        return Secret(value)
-    raise NotImplementedError(kind.__name__)

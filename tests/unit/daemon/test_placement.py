@@ -296,6 +296,8 @@ def test_spec_survives_the_pipe_and_hides_its_secret() -> None:
     assert "ssss" not in repr(spec)
     with pytest.raises(ConfigurationError, match="same warmseed"):
         decode_spec(b'{"group":"target"}')
+    with pytest.raises(ConfigurationError, match="same warmseed"):
+        decode_spec(b'{"config":{"seed_token":31337}}')
 
 
 def config_with(settings: PreloadConfig, **changes: object) -> PreloadConfig:

@@ -159,6 +159,7 @@ def test_unknown_setting_from_code_is_named() -> None:
         ({"seed_sources": ["h:29600"]}, "--seed-source-host needs the fleet's token"),
         ({"seed_token": TOKEN}, "nothing to use it for"),
         ({"seed_token": "short", "seed_listen_port": 29600}, "at least 32 needed"),
+        ({"seed_token": 31337, "seed_listen_port": 29600}, "--seed-token: Expected `str`, got `int`"),
         ({"seed_token": TOKEN, "seed_token_file": "/x", "seed_listen_port": 1}, "keep the file"),
         (
             {"seed_sources": ["10.0.0.2:29600", "10.0.0.2:29600"], "seed_token": TOKEN},
