@@ -33,8 +33,9 @@ class _Library:
         return types.SimpleNamespace()
 
 
-@pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="this torch has a platform")
-def test_a_torch_without_gpu_support_is_told_apart_from_a_missing_daemon() -> None:
+def test_a_torch_without_gpu_support_is_told_apart_from_a_missing_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
     with pytest.raises(UnsupportedPlatformForIPCError, match="without CUDA and ROCm"):
         load_runtime()
     with pytest.raises(UnsupportedPlatformForIPCError):
