@@ -12,17 +12,17 @@ Below one folder (``<cache folder>/store``):
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from warmseed.blocking import BlockingPool
+from warmseed.filelock import file_lock
 from warmseed.stores.base import CHUNK, Body, ObjectInfo, ObjectReader, Observer, StoreLimits, check_key, length_from
 from warmseed.stores.errors import StoreFull
 from warmseed.stores.files import Tree, Writing, is_read_only
@@ -32,6 +32,7 @@ __all__ = ["DiskStore"]
 
 _log = logging.getLogger(__name__)
 _RESCAN = 30.0  # seconds after which other processes' writes are counted again
+_LOCK_SECONDS = 10.0  # for other threads and processes of this node, which hold it for milliseconds
 _MEMORY = 64 << 20  # bytes kept in memory when the folder can't be written
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ class DiskStore(FileStore):
         """Shrink to `size_limit` bytes now; how many bytes went. Pinned objects stay."""
 
         def work() -> int:
-            with self._room_lock():
+            with file_lock(self.folder / "lock", _LOCK_SECONDS):
                 before = self._scan()
                 self._shrink(size_limit)
                 return before - self._used
@@ -200,7 +201,7 @@ class DiskStore(FileStore):
     def _begin(self, writing: Writing, size: int) -> None:
         if size > self.size_limit:
             raise StoreFull(f"{self.name}: an object of {size} bytes does not fit into {self.size_limit}; not kept")
-        with self._room_lock():
+        with file_lock(self.folder / "lock", _LOCK_SECONDS):
             if time.monotonic() - self._scanned > _RESCAN or self._used + size > self.size_limit:
                 self._scan()
                 self._shrink(self.size_limit - size)
@@ -211,15 +212,6 @@ class DiskStore(FileStore):
                     )
             writing.begin()
             self._used += size
-
-    @contextlib.contextmanager
-    def _room_lock(self) -> Iterator[None]:
-        fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # held for milliseconds, by threads of this node only
-            yield
-        finally:
-            os.close(fd)
 
     def _scan(self) -> int:
         unfinished = 0

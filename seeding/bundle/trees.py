@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
@@ -30,6 +28,7 @@ from typing import Literal
 import msgspec
 
 from warmseed.errors import printable
+from warmseed.filelock import file_lock
 from warmseed.seeding.bundle.files import Disk
 from warmseed.seeding.bundle.moving import leftovers, move, read_mark
 from warmseed.seeding.bundle.walk import open_folder
@@ -118,13 +117,13 @@ class Trees:
         """
         for name in ("staging", "trees", "replaced", "quarantine"):
             (self.base / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle = os.open(self.base / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            _flock(handle, seconds)
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(file_lock(self.base / "lock", seconds))
+            except TimeoutError as error:
+                raise ArtifactRefused("busy", f"installing: {error}; this rank works locally") from None
             self._sweep()
             yield
-        finally:
-            os.close(handle)  # releases the lock
 
     def stage(self) -> Path:
         """A new empty folder to write a tree in."""
@@ -354,20 +353,6 @@ class Trees:
             os.rename(path, moved)
             path = moved
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _flock(handle: int, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                raise ArtifactRefused(
-                    "busy", f"another process has been installing for {seconds:g} s; this rank works locally"
-                ) from None
-            time.sleep(0.02)
 
 
 def named(files: Mapping[str, str]) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
 from pathlib import Path
 
+from warmseed.filelock import file_lock
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.trust import canonical
 from warmseed.seeding.trust.judge import Mark, Marks
 
 __all__ = ["load_marks", "save_mark", "save_marks", "write_durably"]
 
+LOCK_SECONDS = 10.0  # for other ranks of this node; each holds it for milliseconds
 _MARKS_BYTES = 16 << 20  # bytes in the largest history ever read
 _log = logging.getLogger(__name__)
 
@@ -88,17 +89,13 @@ def save_mark(path: Path, folder: str, mark: Mark | None) -> None:
     """Change one artifact's entry (`None`: remove it) in the history at `path`, which the ranks of a node share.
 
     Raises:
-        OSError: if the disk fails; the artifact must then not be installed.
+        OSError: if the disk fails, or another rank does not let go; the artifact must then not be installed.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held for milliseconds, by processes of this node only
+    with file_lock(path.with_name(f"{path.name}.lock"), LOCK_SECONDS):
         marks = dict(load_marks(path).marks)
         if mark is None:
             marks.pop(folder, None)
         else:
             marks[folder] = mark
         save_marks(path, Marks(marks=dict(sorted(marks.items()))))
-    finally:
-        os.close(lock)

@@ -8,9 +8,7 @@ how it went): this node does not install it again, and a signed denial keeps the
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from warmseed.errors import printable
+from warmseed.filelock import file_lock
 from warmseed.seeding.artifact import check_digest
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.trust import canonical
@@ -195,26 +194,14 @@ class Probation:
     @contextlib.contextmanager
     def _changing(self) -> Iterator[dict[tuple[str, str], Trial]]:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            _flock(lock)
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(file_lock(self._path.with_name(f"{self._path.name}.lock"), LOCK_SECONDS))
+            except TimeoutError as error:
+                raise ArtifactRefused("busy", f"the record of trials: {error}; nothing was recorded") from None
             trials = {(trial.sha256, trial.rank): trial for trial in self._read()}
             before = dict(trials)
             yield trials
             if trials != before:
                 kept = sorted(trials.values(), key=lambda t: t.since, reverse=True)[:REMEMBERED]
                 write_durably(self._path, canonical.encode(Trials(trials=tuple(kept))))
-        finally:
-            os.close(lock)
-
-
-def _flock(handle: int) -> None:
-    end = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                raise ArtifactRefused("busy", "another rank holds the record of trials; nothing was recorded") from None
-            time.sleep(0.01)
