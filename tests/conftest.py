@@ -1,7 +1,8 @@
-"""Lets CI insist that every test runs."""
+"""The same start for every test, and CI's wish that every test runs."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator
 
 import pytest
@@ -9,6 +10,11 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="fail a test that is skipped: here everything can run")
+
+
+def pytest_configure() -> None:
+    # A runner under nohup leaves it ignored, which the launcher respects.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(wrapper=True)
