@@ -31,7 +31,7 @@ from warmseed.seeding.ledger import Entry, Ledger
 from warmseed.seeding.origins.origins import Origin, PeerOrigin, StoreOrigin
 from warmseed.seeding.origins.shelf import Shelf
 from warmseed.seeding.publish import Publisher
-from warmseed.seeding.trust.judge import Trust
+from warmseed.seeding.trust.judge import Marks, Trust
 from warmseed.seeding.trust.keys import Keyring, PublisherKey
 from warmseed.seeding.trust.marks import load_marks
 from warmseed.seeding.trust.probation import Probation
@@ -82,7 +82,8 @@ class Seeds:
         """The seeding side of `spec`'s rank; its listener runs for as long as the block.
 
         Raises:
-            ConfigurationError: for a token, key or store that can't work, or a listener's port in use.
+            ConfigurationError: for a token, key or store that can't work, a history that can't be read, or a
+                listener's port in use.
         """
         config = spec.config
         state = state_folder(cache_root)
@@ -98,7 +99,7 @@ class Seeds:
             stores, folder=state / "store", table=config.stores, writes=config.store_writes, observer=observer
         )
         try:
-            marks = await run_blocking(load_marks, state / "highest.json")
+            marks = await run_blocking(_history, state / "highest.json")
             instance = new_instance()
             client = None
             if spec.seed_sources:
@@ -336,6 +337,16 @@ class Seeds:
 def _label(site: Site) -> str:
     """The rank as `ArtifactKey.rank_label` spells it."""
     return f"dp{site.dp_rank}_rank{site.world_rank}"
+
+
+def _history(path: Path) -> Marks:
+    try:
+        return load_marks(path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the history of generations in {path} can't be read ({error.strerror}), and without it a rollback can't "
+            "be told from news; repair the disk or remove it, and this node starts with an empty history"
+        ) from error
 
 
 def _key(kind: str, site: Site, environment: Environment) -> ArtifactKey:

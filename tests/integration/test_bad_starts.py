@@ -11,6 +11,7 @@ import pytest
 from tests.support.fake_checkpoint import fake_checkpoint, safetensors
 from tests.support.real_nodes import COMMAND, PATIENCE, RealNode, new_token, refused
 
+from warmseed.daemon.settings.paths import state_folder
 from warmseed.daemon.weights.socket import DeviceLock, SocketAddress
 
 pytestmark = pytest.mark.timeout(600)
@@ -97,6 +98,16 @@ def test_a_cache_folder_that_others_may_write_to(node: RealNode) -> None:
     node.cache.chmod(0o777)
     error = refuses(node)
     assert "chmod 700 it or name another folder" in error
+
+
+def test_a_history_of_generations_that_cannot_be_read(node: RealNode) -> None:
+    assert node.cache is not None
+    history = state_folder(node.cache) / "highest.json"
+    node.cache.mkdir(mode=0o700)
+    history.mkdir(mode=0o700, parents=True)
+    error = refuses(node)
+    assert f"{history} can't be read (Is a directory)" in error
+    assert "remove it" in error
 
 
 def test_a_weak_token(node: RealNode) -> None:
