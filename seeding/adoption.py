@@ -17,7 +17,7 @@ class Refusal:
     """Why one candidate, or one whole origin, was passed over."""
 
     origin: str
-    reason: str  # a stable word: `ArtifactRefused.reason`, ``unavailable``, ``missing``, ``disk``, ``budget``
+    reason: str  # a stable word: an `ArtifactRefused.reason`, or unavailable, missing, disk, budget, error
     message: str
 
 

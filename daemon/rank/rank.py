@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -49,7 +50,7 @@ from warmseed.daemon.weights.fingerprint import Fingerprint
 from warmseed.daemon.weights.server import WeightServer
 from warmseed.daemon.weights.socket import DeviceLock, SocketAddress, default_socket_dir
 from warmseed.errors import ConfigurationError, WarmseedError, printable
-from warmseed.seeding.adopt import Adoption
+from warmseed.seeding.adopt import Adoption, Refusal
 from warmseed.seeding.gang.gang import GangBroken, agree_run
 from warmseed.seeding.gang.rendezvous import Alone, Rendezvous, RendezvousFailed
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
@@ -200,8 +201,8 @@ class Rank:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever it is, it costs the adoption and not the start
                 told = f"{type(error).__name__}: {printable(error, limit=500)}"
-                _log.warning("kind=%s not adopted, made here instead: %s", kind.name, told)
-                adoption = Adoption(kind.name, "none")
+                _log.warning("kind=%s not adopted, made here instead: %s", kind.name, told, exc_info=True)
+                adoption = Adoption(kind.name, "none", refusals=(Refusal("here", "error", told),))
             self._adoptions[kind.name] = adoption
             report.outcome = {"none": "miss", "present": "present", "installed": "hit"}[adoption.outcome]
             report.detail["origin"] = adoption.origin
@@ -355,8 +356,9 @@ def main() -> None:
         code = 0
     status.close()
     # Libraries loaded for the engine may hang or crash in their own exit handlers; nothing of ours is left to do.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a reader that left, or no stream at all
+            stream.flush()
     os._exit(code)
 
 

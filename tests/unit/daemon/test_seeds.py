@@ -12,14 +12,20 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.support.artifacts import FLEET, TABLE, SeedNode, key_of, run
+from tests.support.artifacts import FLEET, TABLE, PlainKind, SeedNode, key_of, run
+from tests.support.fake_checkpoint import fake_checkpoint
+from tests.support.sites import make_site
 
 from warmseed.daemon.protocol.spec import RankSpec
+from warmseed.daemon.protocol.status import Phase, Refused, StatusWriter, decode_message
+from warmseed.daemon.rank.rank import Rank
 from warmseed.daemon.rank.seeds import Seeds, _node_key
 from warmseed.daemon.settings.config import PreloadConfig
 from warmseed.errors import ConfigurationError
 from warmseed.seeding.channel.messages import DescribeRequest
 from warmseed.seeding.channel.source import Described, Miss, Warming
+from warmseed.seeding.environment import Environment
+from warmseed.seeding.kinds.base import Site
 from warmseed.seeding.trust.keys import PublisherKey
 from warmseed.seeding.trust.token import new_token, write_token
 
@@ -202,3 +208,25 @@ def test_only_sources_are_waited_for_beyond_the_budget(tmp_path: Path) -> None:
             assert seeds._adopter(who.site.environment)._budget == 7.0
 
     run(main())
+
+
+def test_a_kind_that_breaks_costs_its_adoption_and_is_counted(tmp_path: Path) -> None:
+    class BrokenKind(PlainKind):
+        def environment(self, site: Site) -> Environment:
+            raise RuntimeError("a defect in this kind")
+
+    told, end = os.pipe()
+    status = StatusWriter(end)
+
+    async def main() -> None:
+        async with opened(tmp_path) as seeds:
+            rank = Rank(spec(model=str(fake_checkpoint(tmp_path / "model"))), status)
+            await rank._adopt(seeds, BrokenKind(), make_site(tmp_path))
+
+    run(main())
+    status.close()
+    with open(told, "rb") as lines:
+        messages = [decode_message(line) for line in lines.read().splitlines()]
+    assert Refused({"error": 1}) in messages
+    phase = next(message for message in messages if isinstance(message, Phase))
+    assert (phase.outcome, phase.detail["refused"]) == ("miss", "here: error")
