@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
-from warmseed.daemon.weights.checkpoint import CheckpointIdentity, DigestMode
+from warmseed.daemon.weights.checkpoint import AnyDigest, CheckpointIdentity
 from warmseed.daemon.weights.devices import device_by_uuid, device_uuid
 from warmseed.daemon.weights.errors import (
+    FingerprintMismatch,
     SocketPathRefused,
     UnsupportedPlatformForIPCError,
     WeightCacheError,
@@ -133,14 +134,15 @@ def attach(
     state_timeout_s: float = 300.0,
     fallback: bool = True,
     device: torch.device | str | None = None,
-    digest: Callable[[DigestMode], CheckpointIdentity] | None = None,
+    digest: Callable[[AnyDigest], CheckpointIdentity] | None = None,
 ) -> Attachment:
     """The daemon's weights as tensors by name, mapped or (``copy``) in this process's own memory.
 
     `fingerprint` normally carries `checkpoint.stat_checkpoint`; should the daemon have loaded other files, `digest` is
-    called with the mode it wants. Without `fallback` this waits up to `state_timeout_s` for a daemon that is starting.
-    `device` is the engine's; by default the one `address` was derived from, else the current one. In ``copy`` mode the
-    daemon has been asked to release its weights when this returns, and also when it fails after they were fetched.
+    called for a sketch, which tells a retrained checkpoint at once, and if that agrees with the mode the daemon wants.
+    Without `fallback` this waits up to `state_timeout_s` for a daemon that is starting. `device` is the engine's; by
+    default the one `address` was derived from, else the current one. In ``copy`` mode the daemon has been asked to
+    release its weights when this returns, and also when it fails after they were fetched.
 
     Raises:
         FingerprintMismatch: the daemon holds other weights; `fields` names the differences.
@@ -157,6 +159,12 @@ def attach(
         line.close()  # hashing may take longer than the daemon waits for a silent client
         if digest is None:
             raise
+        if need.sketch and (ours := digest("sketch").digest) != need.sketch:
+            raise FingerprintMismatch(
+                f"the daemon at {address} loaded a checkpoint with other values than this engine's "
+                f"(sketch {need.sketch[:12]}…, not {ours[:12]}…)",
+                fields=("checkpoint",),
+            ) from None
         fingerprint = msgspec.structs.replace(fingerprint, checkpoint=digest(need.mode))
         line = _open(address, connect_timeout_s, 0.0)
         deadline = deadline_in(state_timeout_s)

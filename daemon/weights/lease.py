@@ -132,11 +132,15 @@ class Line:
 
 
 class NeedDigest(FingerprintMismatch):
-    """The daemon loaded other files and asks for the digest of the engine's, in its own `mode`."""
+    """The daemon loaded other files and asks for the digest of the engine's, in its own `mode`.
 
-    def __init__(self, message: str, *, fields: tuple[str, ...], mode: DigestMode) -> None:
+    `sketch` is that of its own files, empty where it has none.
+    """
+
+    def __init__(self, message: str, *, fields: tuple[str, ...], mode: DigestMode, sketch: str) -> None:
         super().__init__(message, fields=fields)
         self.mode: DigestMode = mode
+        self.sketch = sketch
 
 
 def _refused(refusal: Refusal, address: SocketAddress) -> WeightCacheUnavailable:
@@ -144,7 +148,7 @@ def _refused(refusal: Refusal, address: SocketAddress) -> WeightCacheUnavailable
     fields = tuple(printable(name) for name in refusal.fields)
     match refusal.reason:
         case "need_digest" if refusal.digest_mode is not None:
-            return NeedDigest(text, fields=fields, mode=refusal.digest_mode)
+            return NeedDigest(text, fields=fields, mode=refusal.digest_mode, sketch=refusal.sketch)
         case "mismatch" | "need_digest":
             return FingerprintMismatch(text, fields=fields)
         case "busy":

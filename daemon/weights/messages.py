@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from warmseed.daemon.weights.checkpoint import DigestMode
+from warmseed.daemon.weights.checkpoint import DigestMode, Hex64
 from warmseed.daemon.weights.fingerprint import Fingerprint
 from warmseed.daemon.weights.layout import SegmentRecord, TensorRecord
 
@@ -116,12 +116,17 @@ class Watching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wat
 
 
 class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="refusal", tag_field="answer"):
-    """No, and why. ``need_digest`` asks for the same request with a checkpoint digest of `digest_mode`."""
+    """No, and why.
+
+    ``need_digest`` asks for the same request with a checkpoint digest of `digest_mode`; where the engine's own sketch
+    is not `sketch`, it can't match.
+    """
 
     reason: Literal["mismatch", "need_digest", "wrong_gpu", "released", "busy", "error"]
     message: Text
     fields: Annotated[tuple[Text, ...], msgspec.Meta(max_length=4096)] = ()
     digest_mode: DigestMode | None = None
+    sketch: Hex64 = ""
 
 
 class Farewell(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="farewell", tag_field="answer"):

@@ -270,9 +270,13 @@ class WeightServer:
         differences = self.fingerprint.differences(request.fingerprint)
         names = tuple(difference.field for difference in differences)
         theirs, ours = request.fingerprint.checkpoint, self.fingerprint.checkpoint
-        if names == ("checkpoint",) and theirs.mode != ours.mode and ours.mode != "stat":
+        if names == ("checkpoint",) and theirs.mode != ours.mode and ours.mode != "stat" and ours.mode != "sketch":
             return Refusal(
-                reason="need_digest", message="other files: send their digest", fields=names, digest_mode=ours.mode
+                reason="need_digest",
+                message="other files: send their digest",
+                fields=names,
+                digest_mode=ours.mode,
+                sketch=ours.sketch,
             )
         if differences:
             text = "; ".join(str(difference) for difference in differences)

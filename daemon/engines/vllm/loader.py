@@ -132,6 +132,7 @@ class IpcCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not ther
                 "ipc_cache: no daemon of warmseed's at %s; vLLM's own daemon answers and its loader is used", address
             )
             return NativeLoader.load(self.load_config, vllm_config, model_config, prefix)
+        start = time.monotonic()
         try:
             return self._from_daemon(vllm_config, model_config, prefix, role, address)
         except (UnsupportedPlatformForIPCError, UnsupportedQuantForIPCError, ConfigurationError):
@@ -140,15 +141,17 @@ class IpcCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not ther
             if not self._settings.fallback:
                 raise
             logger.warning(
-                "Weight cache unusable (reason=%s%s): %s; falling back to disk loading",
+                "Weight cache unusable (reason=%s%s): %s; falling back to disk loading after %.0f ms",
                 error.reason, f" fields={','.join(error.fields)}" if error.fields else "", error,
+                (time.monotonic() - start) * 1e3,
             )  # fmt: skip
         except Exception as error:
             if not self._settings.fallback:
                 raise
             logger.exception(
-                "Weight cache IPC loading failed (reason=error): %s; falling back to disk loading", printable(error)
-            )
+                "Weight cache IPC loading failed (reason=error): %s; falling back to disk loading after %.0f ms",
+                printable(error), (time.monotonic() - start) * 1e3,
+            )  # fmt: skip
         memory.charge.give_back()
         return self._from_disk(vllm_config, model_config, prefix)
 

@@ -18,8 +18,8 @@ from tests.support.weights_serving import eventually, private_folder, served
 
 from warmseed.daemon.weights import frames
 from warmseed.daemon.weights.checkpoint import (
+    AnyDigest,
     CheckpointIdentity,
-    DigestMode,
     digest_checkpoint,
     stat_checkpoint,
 )
@@ -310,18 +310,56 @@ class TestCheckpoints:
         copy = tmp_path / "copy"
         copy.mkdir()
         (copy / "model.bin").write_bytes(b"weights" * 100)
-        asked: list[DigestMode] = []
+        asked: list[AnyDigest] = []
 
-        def digest(mode: DigestMode) -> CheckpointIdentity:
+        def digest(mode: AnyDigest) -> CheckpointIdentity:
             asked.append(mode)
             return digest_checkpoint(copy, mode=mode, cache=DigestCache(tmp_path / "digests"))
 
         with served(tmp_path / "s", key=fingerprint(checkpoint=self.key(folder, tmp_path))) as server:
             theirs = fingerprint(checkpoint=stat_checkpoint(copy))
             attach(server.address, theirs, digest=digest).close()
-            assert asked == ["full"]
+            assert asked == ["sketch", "full"]
             with pytest.raises(FingerprintMismatch) as caught:
                 attach(server.address, theirs)  # it can't compute one
+            assert caught.value.fields == ("checkpoint",)
+
+    def test_a_retrained_checkpoint_is_told_by_its_sketch_without_hashing_all_of_it(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        """A fallback must cost next to nothing, and hashing 16 GB takes seconds."""
+        asked: list[AnyDigest] = []
+
+        def digest(mode: AnyDigest) -> CheckpointIdentity:
+            asked.append(mode)
+            return digest_checkpoint(folder, mode=mode, cache=DigestCache(tmp_path / "digests"))
+
+        with served(tmp_path / "s", key=fingerprint(checkpoint=self.key(folder, tmp_path))) as server:
+            (folder / "model.bin").write_bytes(b"Weights" * 100)
+            with pytest.raises(FingerprintMismatch) as caught:
+                attach(server.address, fingerprint(checkpoint=stat_checkpoint(folder)), digest=digest)
+            assert asked == ["sketch"]
+            assert caught.value.fields == ("checkpoint",)
+
+    def test_a_change_that_the_sketch_does_not_see_is_refused_by_the_digest(self, tmp_path: Path) -> None:
+        folder = tmp_path / "model"
+        folder.mkdir()
+        (folder / "model.bin").touch()
+        os.truncate(folder / "model.bin", 32 << 20)
+        key = fingerprint(checkpoint=self.key(folder, tmp_path))
+        asked: list[AnyDigest] = []
+
+        def digest(mode: AnyDigest) -> CheckpointIdentity:
+            asked.append(mode)
+            return digest_checkpoint(folder, mode=mode, cache=DigestCache(tmp_path / "digests"))
+
+        with served(tmp_path / "s", key=key) as server:
+            with (folder / "model.bin").open("r+b") as out:
+                out.seek(10 << 20)
+                out.write(b"1")
+            with pytest.raises(FingerprintMismatch) as caught:
+                attach(server.address, fingerprint(checkpoint=stat_checkpoint(folder)), digest=digest)
+            assert asked == ["sketch", "full"]
             assert caught.value.fields == ("checkpoint",)
 
     def test_a_retrained_checkpoint_is_refused_by_that_name(self, folder: Path, tmp_path: Path) -> None:
@@ -335,7 +373,7 @@ class TestCheckpoints:
             assert caught.value.fields == ("checkpoint",)
 
     def test_the_digest_is_not_asked_for_when_something_else_differs_anyway(self, folder: Path, tmp_path: Path) -> None:
-        def never(mode: DigestMode) -> CheckpointIdentity:
+        def never(mode: AnyDigest) -> CheckpointIdentity:
             raise AssertionError("hashed for nothing")
 
         with served(tmp_path / "s", key=fingerprint(checkpoint=self.key(folder, tmp_path))) as server:

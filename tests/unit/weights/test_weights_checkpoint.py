@@ -48,7 +48,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "time_ns", lambda: real() + 10_000_000_000)
 
 
-def hashed(folder: Path, cache: DigestCache, mode: module.DigestMode = "full") -> tuple[str, int]:
+def hashed(folder: Path, cache: DigestCache, mode: module.AnyDigest = "full") -> tuple[str, int]:
     """The digest, and how many bytes were hashed for it."""
     counts: list[int] = []
     identity = digest_checkpoint(folder, mode=mode, cache=cache, on_bytes=counts.append)
@@ -107,10 +107,28 @@ def test_a_retrain_with_the_same_shapes_is_noticed_in_every_mode(folder: Path, c
         assert not before.matches(digest_checkpoint(folder, mode=mode, cache=cache)), mode
 
 
-def test_sampling_reads_little_of_a_large_file(tmp_path: Path, cache: DigestCache) -> None:
+def test_a_sketch_is_of_the_bytes_even_where_a_blob_name_would_tell(folder: Path, cache: DigestCache) -> None:
+    """A hub's snapshot and a copy of it have one sketch, or an engine with the copy would be refused for nothing."""
+    snapshot = folder.parent / "snapshots" / "main"
+    blobs = folder.parent / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in weight_files(folder):
+        blob = blobs / hashlib.sha256(path.read_bytes()).hexdigest()
+        blob.write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(blob)
+    ours, theirs = digest_checkpoint(folder, cache=cache), digest_checkpoint(snapshot, cache=cache)
+    assert ours.sketch
+    assert ours.sketch == theirs.sketch == digest_checkpoint(snapshot, mode="sketch", cache=cache).digest
+    write_shard(folder / "model-0.safetensors", os.urandom(5000), "w0")
+    assert digest_checkpoint(folder, cache=cache).sketch != ours.sketch
+
+
+@pytest.mark.parametrize("mode", ["sampled", "sketch"])
+def test_sampling_reads_little_of_a_large_file(tmp_path: Path, cache: DigestCache, mode: module.AnyDigest) -> None:
     (tmp_path / "model.bin").touch()
     os.truncate(tmp_path / "model.bin", 256 << 20)
-    assert hashed(tmp_path, cache, "sampled")[1] < 4 << 20
+    assert hashed(tmp_path, cache, mode)[1] < 4 << 20
 
 
 def test_what_was_hashed_once_is_not_hashed_again(folder: Path, cache: DigestCache, settled: None) -> None:
