@@ -11,31 +11,36 @@ with a tokenizer; each call of ``play`` then names a few steps.
 
     model    a random Llama-8B shape in bf16, with a real tokenizer's folder given by --tokenizer
     cold     node A, nothing cached: warmseed preload with its rehearsal; published to a folder and to a listener
-    restart  an engine killed and started again: weights mapped, caches at the same path
+    restart  an engine started again: weights mapped, caches at the same path
     plain    the same without warmseed's weights: the reference for tokens, and "restored at the same path"
     peer     node D at a foreign root, seeded by A's listener
     retrain  the checkpoint's values change under a living daemon: refused, from disk, tokens differ; then put back
     killed   the daemon is killed under an engine that goes on answering; the next engine loads from disk
     store    node A's caches and daemon gone; node B at the same path, seeded by the store
     foreign  node C at another path, seeded by the store, A's and B's gone
-    parity   --quantization fp8: tokens of a mapped engine and of a disk load, bit for bit the same
+    imports  where the seconds before an engine's own start go
+    parity   online FP8 on the CUTLASS backend, eager: tokens of a mapped engine and of a disk load are the same
 
-With --tp 2 every step runs with one daemon per GPU. With --eager nothing is compiled, which is of use only to try this
-script itself, on any machine and model.
+`restart`, `peer`, `retrain` and `killed` share one daemon of node A where they run in one call. Steps joined by ``+``
+run side by side, the second on the second GPU (``cold+parity``). With --tp 2 every step runs with one daemon per GPU.
+With --eager nothing is compiled, which is of use only to try this script itself, on any machine and model.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +66,7 @@ REQUIREMENTS = (
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (34, 31, 28, 27, 17, 12, 5)] + ["manylinux2014_x86_64", "linux_x86_64"]
 PACKAGES = ("daemon", "seeding", "stores", "configs")
 PROMPTS = ("What is the capital of France?", "Write one sentence about the sea.", "Count from one to ten.")
-STEPS = ("model", "cold", "restart", "plain", "peer", "retrain", "killed", "store", "foreign")
+STEPS = ("model", "cold", "plain", "restart", "peer", "retrain", "killed", "store", "foreign", "imports", "parity")
 SHAPE = {"dtype": "bfloat16", "max_model_len": 2048, "gpu_memory_utilization": 0.5}
 # What each figure must not exceed, in seconds (Llama-8B shape, one H200).
 LIMITS = {
@@ -70,6 +75,7 @@ LIMITS = {
     "store_mapped_init_s": 22.0,
     "map_s": 0.2,
     "fallback_extra_s": 1.0,
+    "killed_extra_s": 1.0,
 }
 
 
@@ -188,23 +194,27 @@ def write_model(folder: Path, tokenizer: Path, *, seed: int = 0) -> None:
 
 @dataclass
 class Play:
-    """One run of the story; `figures` is written after every step."""
+    """One run of the story; every step leaves its figures in a file of its own."""
 
     work: Path
     tokenizer: Path
     tp: int
-    quantization: str = ""
     eager: bool = False
-    figures: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.work.mkdir(parents=True, exist_ok=True)
-        if self.notes.is_file():
-            self.figures = json.loads(self.notes.read_text())
+    _a: Any = None  # node A with its daemon, once a step has needed it
+    _port: str = ""  # of its listener
+    _ready: float = 0.0  # seconds that it took to serve
+    _starting: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def notes(self) -> Path:
-        return self.work / f"figures-tp{self.tp}{self.quantization}.json"
+        return self.work / f"figures-tp{self.tp}"
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for path in sorted(self.notes.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
+            found |= json.loads(path.read_text())
+        return found
 
     @property
     def model(self) -> Path:
@@ -213,27 +223,22 @@ class Play:
     @property
     def canonical(self) -> Path:
         """The folder of every node whose cache root is the fleet's: A, and B after it."""
-        return self.work / f"node{self.tp}{self.quantization}"
+        return self.work / f"node{self.tp}"
 
     @property
     def store(self) -> Path:
-        return self.work / f"store{self.tp}{self.quantization}"
+        return self.work / f"store{self.tp}"
 
-    def shape(self) -> dict[str, Any]:
-        shape: dict[str, Any] = dict(SHAPE)
+    def node(self, name: str, folder: Path, gpu: int, *extra: str, **shape: Any) -> Any:
+        from tests.support.vllm_nodes import Node
+
+        shape = {**SHAPE, **shape}
         if self.eager:
             shape["enforce_eager"] = True
         if self.tp > 1:
             shape["tensor_parallel_size"] = self.tp
-        if self.quantization:
-            shape |= {"quantization": self.quantization, "kernel_config": {"linear_backend": "cutlass"}}
-        return shape
-
-    def node(self, name: str, folder: Path, *extra: str) -> Any:
-        from tests.support.vllm_nodes import Node
-
         # `LLM` and `vllm serve` choose different batch sizes; the daemon is told whose engines it has.
-        node = Node(name, folder, self.model, (*extra, "--engine-usage", "llm"), shape=self.shape())
+        node = Node(name, folder, self.model, (*extra, "--engine-usage", "llm"), shape=shape)
         # Multicast can put GPUs that others share out of service: off, whatever the machine's own default is.
         node.variables |= {
             "NCCL_NVLS_ENABLE": "0",
@@ -241,148 +246,193 @@ class Play:
             "NVSHMEM_DISABLE_NVLS": "1",
             "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
         }
+        if self.tp == 1:
+            node.variables["CUDA_VISIBLE_DEVICES"] = str(gpu)
         return node
 
-    def shared(self) -> list[str]:
+    def token(self) -> list[str]:
         from tests.support.vllm_nodes import new_token
 
-        self.store.mkdir(exist_ok=True)
-        if not (self.store.parent / "token").is_file():
-            new_token(self.store.parent)
-        return ["--warmup-cache-stores", f"file:{self.store}", "--seed-token-file", str(self.store.parent / "token")]
+        if not (self.work / "token").is_file():
+            new_token(self.work)
+        return ["--seed-token-file", str(self.work / "token")]
 
-    def save(self, **figures: Any) -> None:
-        self.figures |= figures
-        self.notes.write_text(json.dumps(self.figures, indent=1))
-        print(json.dumps(figures), flush=True)
+    def shared(self) -> list[str]:
+        self.store.mkdir(exist_ok=True)
+        return ["--warmup-cache-stores", f"file:{self.store}", *self.token()]
+
+    def run(self, step: str, gpu: int) -> None:
+        """One step on one GPU, and its figures kept."""
+        began = time.monotonic()
+        print(f"== {step} on GPU {gpu}", flush=True)
+        figures: dict[str, Any] = getattr(self, f"step_{step}")(gpu) or {}
+        self.notes.mkdir(parents=True, exist_ok=True)
+        (self.notes / f"{step}.json").write_text(json.dumps(figures, indent=1))
+        print(f"== {step}: {time.monotonic() - began:.0f} s {json.dumps(figures)}", flush=True)
+
+    def close(self) -> None:
+        if self._a is not None:
+            self._a.stop()
+            self._a = None
 
     # The steps ------------------------------------------------------------------------------------
 
-    def step_model(self) -> None:
-        if not (self.model / "model.safetensors.index.json").is_file():
-            began = time.monotonic()
-            write_model(self.model, self.tokenizer)
-            self.save(model_write_s=round(time.monotonic() - began, 1))
+    def step_model(self, gpu: int) -> dict[str, Any] | None:
+        if (self.model / "model.safetensors.index.json").is_file():
+            return None
+        began = time.monotonic()
+        write_model(self.model, self.tokenizer)
+        return {"model_write_s": round(time.monotonic() - began, 1)}
 
-    def step_cold(self) -> None:
+    def step_cold(self, gpu: int) -> dict[str, Any]:
         from tests.support.vllm_nodes import wait_published
 
-        a = self.node("A", self.canonical, *self.shared())
-        try:
-            ready = a.start()
+        with self._daemon("A", self.canonical, gpu, *self.shared()) as (a, ready):
             if not self.eager:
                 wait_published(self.store)
-            self.save(empty_ready_s=ready, empty_phases=_phases(a), **_rehearsed(a))
-        finally:
-            a.stop()
+            return {"empty_ready_s": ready, "empty_phases": _phases(a), **_rehearsed(a)}
 
-    def step_restart(self) -> None:
-        with self._daemon("A", self.canonical) as a:
-            first = a.ask(prompts=PROMPTS, **a.loader(fallback=False))
-            again = a.ask(prompts=PROMPTS, **a.loader(fallback=False))
-            self.save(
-                restart_init_s=again.init_s, restart_import_s=again.import_s, restart_first_init_s=first.init_s,
-                restart_tokens=again.tokens, restart_mapped=again.mapped, restart_parts=_parts(again.log),
-                **_attach(again.log),
-            )  # fmt: skip
+    def step_restart(self, gpu: int) -> dict[str, Any]:
+        a = self._living(gpu)
+        again = a.ask(prompts=PROMPTS, **a.loader(fallback=False))
+        return {
+            "restart_init_s": again.init_s, "restart_import_s": again.import_s, "restart_tokens": again.tokens,
+            "restart_mapped": again.mapped, "restart_parts": _parts(again.log), "restart_verdicts": a.verdicts(),
+            "restart_ready_s": self._ready, "restart_phases": _phases(a), **_attach(again.log),
+        }  # fmt: skip
 
-    def step_plain(self) -> None:
-        answer = self.node("A", self.canonical).ask(prompts=PROMPTS)
-        self.save(plain_init_s=answer.init_s, plain_tokens=answer.tokens, plain_load_s=_seconds(answer.log))
+    def step_plain(self, gpu: int) -> dict[str, Any]:
+        answer = self.node("A", self.canonical, gpu).ask(prompts=PROMPTS)
+        return {
+            "plain_init_s": answer.init_s, "plain_import_s": answer.import_s, "plain_tokens": answer.tokens,
+            "plain_load_s": _seconds(answer.log), "plain_parts": _parts(answer.log),
+        }  # fmt: skip
 
-    def step_peer(self) -> None:
-        from tests.support.vllm_nodes import free_port
+    def step_peer(self, gpu: int) -> dict[str, Any]:
+        self._living(0)
+        source = ["--seed-source-host", "127.0.0.1", "--seed-source-port", self._port]
+        folder = self.work / f"peer{self.tp}"
+        self._forget(folder)
+        with self._daemon("D", folder, gpu, *self.token(), *source, "--no-rehearsal") as (d, ready):
+            answer = d.ask(prompts=PROMPTS, **d.loader(fallback=False))
+            return {
+                "peer_ready_s": ready, "peer_init_s": answer.init_s, "peer_tokens": answer.tokens,
+                "peer_phases": _phases(d), "peer_verdicts": d.verdicts(), "peer_lines": _evidence(answer.log),
+            }  # fmt: skip
 
-        port = str(free_port())
-        token = ["--seed-token-file", str(self.store.parent / "token")]
-        with self._daemon("A", self.canonical, "--seed-listen-host", "127.0.0.1", "--seed-listen-port", port, *token):
-            folder = self.work / f"peer{self.tp}"
-            shutil.rmtree(folder, ignore_errors=True)
-            d = self.node("D", folder, *token, "--seed-source-host", "127.0.0.1", "--seed-source-port", port)
-            try:
-                ready = d.start()
-                answer = d.ask(prompts=PROMPTS, **d.loader(fallback=False))
-                self.save(
-                    peer_ready_s=ready, peer_init_s=answer.init_s, peer_tokens=answer.tokens,
-                    peer_phases=_phases(d), peer_verdicts=d.verdicts(),
-                )  # fmt: skip
-            finally:
-                d.stop()
-
-    def step_retrain(self) -> None:
+    def step_retrain(self, gpu: int) -> dict[str, Any]:
+        a = self._living(gpu)
         shard = sorted(self.model.glob("*.safetensors"))[-1]
         kept = shard.with_suffix(".kept")
-        with self._daemon("A", self.canonical) as a:
-            shutil.copy2(shard, kept)
-            try:
-                _change_values(shard)
-                refused = _refused(lambda: a.ask(prompts=PROMPTS, **a.loader(fallback=False)))
-                answer = a.ask(prompts=PROMPTS, **a.loader())
-                plain = self.node("A", self.canonical).ask(prompts=PROMPTS)
-                self.save(
-                    retrain_refused="FingerprintMismatch" in refused and "checkpoint" in refused,
-                    retrain_fell_back=answer.fell_back, retrain_tokens=answer.tokens,
-                    retrain_plain_tokens=plain.tokens, fallback_extra_s=answer.init_s - plain.init_s,
-                )  # fmt: skip
-            finally:
-                os.replace(kept, shard)
+        shutil.copy2(shard, kept)
+        try:
+            _change_values(shard)
+            refused = _refused(lambda: a.ask(prompts=PROMPTS, **a.loader(fallback=False)))
+            answer = a.ask(prompts=PROMPTS, **a.loader())
+            plain = self.node("A", self.canonical, gpu).ask(prompts=PROMPTS)
+            return {
+                "retrain_refused": "FingerprintMismatch" in refused and "checkpoint" in refused,
+                "retrain_fell_back": answer.fell_back, "retrain_tokens": answer.tokens,
+                "retrain_plain_tokens": plain.tokens, "retrain_init_s": answer.init_s,
+                "retrain_plain_init_s": plain.init_s, "fallback_extra_s": _spent(answer.log),
+            }  # fmt: skip
+        finally:
+            os.replace(kept, shard)
 
-    def step_killed(self) -> None:
+    def step_killed(self, gpu: int) -> dict[str, Any]:
         import signal
 
-        with self._daemon("A", self.canonical) as a, a.serving(**a.loader(fallback=False)) as server:
+        a = self._living(gpu)
+        with a.serving(**a.loader(fallback=False)) as server:
             before = server.ask(PROMPTS[0])
             a.stop(signal.SIGKILL)
+            self._a = None
             after = server.ask(PROMPTS[0])
-            server.kill()
-            answer = a.ask(prompts=PROMPTS, **a.loader())
-            self.save(
-                killed_answers_same=before == after, killed_fell_back=answer.fell_back, killed_tokens=answer.tokens
-            )
+        answer = a.ask(prompts=PROMPTS, **a.loader())
+        return {
+            "killed_answers_same": before == after, "killed_fell_back": answer.fell_back,
+            "killed_tokens": answer.tokens, "killed_extra_s": _spent(answer.log),
+        }  # fmt: skip
 
-    def step_store(self) -> None:
+    def step_store(self, gpu: int) -> dict[str, Any]:
+        self.close()
         self._forget(self.canonical)
-        with self._daemon("B", self.canonical, *self.shared()) as b:
-            ready, phases = self._ready, _phases(b)
+        with self._daemon("B", self.canonical, gpu, *self.shared()) as (b, ready):
+            phases = _phases(b)
             plain = b.ask(prompts=PROMPTS)
             mapped = b.ask(prompts=PROMPTS, **b.loader(fallback=False))
-            self.save(
-                store_ready_s=ready, store_phases=phases, store_init_s=plain.init_s, store_tokens=plain.tokens,
-                store_mapped_init_s=mapped.init_s, store_mapped_tokens=mapped.tokens, store_verdicts=b.verdicts(),
-            )  # fmt: skip
+            return {
+                "store_ready_s": ready, "store_phases": phases, "store_init_s": plain.init_s,
+                "store_tokens": plain.tokens, "store_mapped_init_s": mapped.init_s,
+                "store_mapped_tokens": mapped.tokens, "store_verdicts": b.verdicts(),
+                "store_parts": _parts(plain.log), "store_mapped_parts": _parts(mapped.log),
+            }  # fmt: skip
 
-    def step_foreign(self) -> None:
+    def step_foreign(self, gpu: int) -> dict[str, Any]:
+        self.close()
         self._forget(self.canonical)
         folder = self.work / f"elsewhere{self.tp}" / "deeper"
-        shutil.rmtree(folder, ignore_errors=True)
-        with self._daemon("C", folder, *self.shared(), "--no-rehearsal") as c:
+        self._forget(folder)
+        with self._daemon("C", folder, gpu, *self.shared(), "--no-rehearsal") as (c, ready):
+            phases = _phases(c)
             plain = c.ask(prompts=PROMPTS)
-            self.save(
-                foreign_ready_s=self._ready, foreign_phases=_phases(c), foreign_init_s=plain.init_s,
-                foreign_tokens=plain.tokens, foreign_lines=_evidence(plain.log),
-            )  # fmt: skip
+            return {
+                "foreign_ready_s": ready, "foreign_phases": phases, "foreign_init_s": plain.init_s,
+                "foreign_tokens": plain.tokens, "foreign_lines": _evidence(plain.log),
+                "foreign_parts": _parts(plain.log),
+            }  # fmt: skip
 
-    def step_parity(self) -> None:
-        with self._daemon("P", self.work / f"parity{self.tp}{self.quantization}", "--no-rehearsal") as p:
-            mapped = p.ask(prompts=PROMPTS, **p.loader(fallback=False))
-        plain = p.ask(prompts=PROMPTS)
-        self.save(parity=mapped.tokens == plain.tokens, parity_mapped=mapped.mapped, parity_tokens=plain.tokens)
+    def step_parity(self, gpu: int) -> dict[str, Any]:
+        fp8 = {"quantization": "fp8", "kernel_config": {"linear_backend": "cutlass"}, "enforce_eager": True}
+        node = self.node("P", self.work / f"parity{self.tp}", gpu, "--no-rehearsal", **fp8)
+        node.start()
+        try:
+            mapped = node.ask(prompts=PROMPTS, **node.loader(fallback=False))
+        finally:
+            node.stop()
+        plain = node.ask(prompts=PROMPTS)
+        return {
+            "parity": mapped.tokens == plain.tokens, "parity_mapped": mapped.mapped,
+            "parity_plain_unmapped": not plain.mapped, "parity_mapped_tokens": mapped.tokens,
+            "parity_fp8": "fp8" in mapped.log.lower(), "parity_load_s": _seconds(plain.log),
+        }  # fmt: skip
+
+    def step_imports(self, gpu: int) -> dict[str, Any]:
+        node = self.node("A", self.canonical, gpu)
+        command = [sys.executable, "-X", "importtime", "-c", "from vllm import LLM, SamplingParams; LLM"]
+        runs = []
+        for _ in range(2):
+            began = time.monotonic()
+            done = subprocess.run(
+                command, env=node.environment, capture_output=True, text=True, timeout=300, check=True
+            )
+            runs.append((time.monotonic() - began, done.stderr))
+        seconds, said = min(runs)
+        return {"imports_s": round(seconds, 2), "imports_by_package": _by_package(said)}
 
     # Helpers --------------------------------------------------------------------------------------
 
-    def _daemon(self, name: str, folder: Path, *extra: str) -> Any:
-        import contextlib
+    @contextlib.contextmanager
+    def _daemon(self, name: str, folder: Path, gpu: int, *extra: str) -> Iterator[tuple[Any, float]]:
+        """A node with its daemon, and the seconds that it took to serve."""
+        node = self.node(name, folder, gpu, *extra)
+        try:
+            yield node, node.start()
+        finally:
+            node.stop()
 
-        @contextlib.contextmanager
-        def running() -> Any:
-            node = self.node(name, folder, *extra)
-            try:
+    def _living(self, gpu: int) -> Any:
+        """Node A with its daemon serving and listening; started by the first step that needs it."""
+        from tests.support.vllm_nodes import free_port
+
+        with self._starting:
+            if self._a is None:
+                self._port = str(free_port())
+                listen = ["--seed-listen-host", "127.0.0.1", "--seed-listen-port", self._port, *self.token()]
+                node = self.node("A", self.canonical, gpu, *listen)
+                self._a = node  # also when it fails: `close` ends it
                 self._ready = node.start()
-                yield node
-            finally:
-                node.stop()
-
-        return running()
+            return self._a
 
     def _forget(self, folder: Path) -> None:
         """A node that never was: its caches, its state, its sockets."""
@@ -439,6 +489,21 @@ def _evidence(log: str) -> list[str]:
     return [line[-300:] for line in log.splitlines() if is_evidence(line)][:40]
 
 
+def _spent(log: str) -> float | None:
+    """Seconds from the load's start to the decision to load from disk."""
+    found = re.findall(r"falling back to disk loading after (\d+) ms", log)
+    return max(map(int, found)) / 1e3 if found else None
+
+
+def _by_package(said: str) -> dict[str, float]:
+    """Seconds that modules of each package took themselves, the slowest packages first, from ``-X importtime``."""
+    seconds: dict[str, float] = {}
+    for own, name in re.findall(r"^import time: +(\d+) \| +\d+ \| *(\S+)$", said, re.MULTILINE):
+        package = name.partition(".")[0]
+        seconds[package] = seconds.get(package, 0.0) + int(own) / 1e6
+    return dict(sorted(((n, round(s, 2)) for n, s in seconds.items()), key=lambda item: -item[1])[:16])
+
+
 def _refused(ask: Callable[[], Any]) -> str:
     from tests.support.vllm_nodes import NodeFailed
 
@@ -462,18 +527,22 @@ def _change_values(shard: Path) -> None:
 
 
 def summary(figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures that have limits, and what must be the same everywhere."""
+    """The figures that have limits, and what must hold everywhere."""
     reference = figures.get("plain_tokens")
     same = {
         name: figures[name] == reference
         for name in figures
         if name.endswith("_tokens") and not name.startswith(("plain", "retrain", "parity"))
     }
-    within = {name: figures[name] <= limit for name, limit in LIMITS.items() if isinstance(figures.get(name), float)}
+    holds = {name: value for name, value in figures.items() if isinstance(value, bool)}
+    if "retrain_tokens" in figures:
+        holds["retrain_tokens_are_new"] = figures["retrain_tokens"] != reference
+        holds["retrain_tokens_are_plains"] = figures["retrain_tokens"] == figures["retrain_plain_tokens"]
     return {
         "same_tokens": bool(same) and all(same.values()),
-        "differing": [n for n, ok in same.items() if not ok],
-        "within": within,
+        "differing": [name for name, equal in same.items() if not equal],
+        "broken": [name for name, kept in holds.items() if not kept],
+        "within": {name: figures[name] <= limit for name, limit in LIMITS.items() if figures.get(name) is not None},
     }
 
 
@@ -500,7 +569,6 @@ def main() -> None:
     playing.add_argument("--tokenizer", type=Path, default=Path())
     playing.add_argument("--steps", default=",".join(STEPS))
     playing.add_argument("--tp", type=int, default=1)
-    playing.add_argument("--quantization", default="")
     playing.add_argument("--eager", action="store_true")
     playing.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -509,15 +577,27 @@ def main() -> None:
     elif given.command == "setup":
         setup(given.wheels, given.site)
     else:
-        play = Play(given.work.absolute(), given.tokenizer.absolute(), given.tp, given.quantization, given.eager)
-        for step in given.steps.split(","):
-            print(f"== {step}", flush=True)
-            getattr(play, f"step_{step}")()
+        play = Play(given.work.absolute(), given.tokenizer.absolute(), given.tp, given.eager)
+        play.work.mkdir(parents=True, exist_ok=True)
+        failed = []
+        try:
+            for group in given.steps.split(","):
+                steps = group.split("+")
+                with ThreadPoolExecutor(len(steps)) as pool:
+                    runs = [pool.submit(play.run, step, gpu) for gpu, step in enumerate(steps)]
+                for step, run in zip(steps, runs, strict=True):
+                    if (error := run.exception()) is not None:  # the others' figures are worth having
+                        failed.append(step)
+                        print(f"== {step} failed: {error}", flush=True)
+        finally:
+            play.close()
         result = {**play.figures, "summary": summary(play.figures)}
         print(table(play.figures))
         print(json.dumps(result["summary"]))
         if given.json:
             given.json.write_text(json.dumps(result, indent=1))
+        if failed:
+            sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

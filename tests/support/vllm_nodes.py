@@ -231,7 +231,9 @@ class Server:
         self.node = node
         self.began = time.monotonic()
         vllm = Path(sys.executable).with_name("vllm")
-        command = [str(vllm), "serve", str(node.model), "--served-model-name", "m", "--host", "127.0.0.1"]
+        # Unpacked without an installer, vLLM has no script of its own.
+        program = [str(vllm)] if vllm.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+        command = [*program, "serve", str(node.model), "--served-model-name", "m", "--host", "127.0.0.1"]
         self._path = node.folder / "serve.log"
         with self._path.open("wb") as log:
             self.process = subprocess.Popen(
