@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from warmseed.blocking import run_blocking
-from warmseed.daemon.rank.seeds import fleet_keys
+from warmseed.daemon.rank.fleet_keys import fleet_keys
 from warmseed.daemon.settings.paths import default_cache_root, state_folder
 from warmseed.errors import ConfigurationError
 from warmseed.seeding.trust.keys import Keyring, PublisherKey

@@ -14,6 +14,7 @@ from typing import Literal, ParamSpec, TypeVar
 
 from warmseed.blocking import run_blocking
 from warmseed.daemon.protocol.spec import RankSpec
+from warmseed.daemon.rank.fleet_keys import fleet_keys
 from warmseed.daemon.settings.paths import state_folder
 from warmseed.errors import ConfigurationError, WarmseedError, printable
 from warmseed.seeding.adopt import Adopter, Adoption
@@ -32,18 +33,18 @@ from warmseed.seeding.origins.origins import Origin, PeerOrigin, StoreOrigin
 from warmseed.seeding.origins.shelf import Shelf
 from warmseed.seeding.publish import Publisher
 from warmseed.seeding.trust.judge import Marks, Trust
-from warmseed.seeding.trust.keys import Keyring, PublisherKey
+from warmseed.seeding.trust.keys import PublisherKey
 from warmseed.seeding.trust.marks import load_marks
 from warmseed.seeding.trust.probation import Probation
 from warmseed.seeding.trust.reconcile import Restorable, reconcile
 from warmseed.seeding.trust.statements import sign_denial
-from warmseed.seeding.trust.token import MANIFEST_LABEL, Token, read_tokens
+from warmseed.seeding.trust.token import Token, read_tokens
 from warmseed.stores.base import Observer
 from warmseed.stores.chain import Chain
 from warmseed.stores.errors import StoreError
 from warmseed.stores.registry import open_stores
 
-__all__ = ["Seeds", "fleet_keys"]
+__all__ = ["Seeds"]
 
 _log = logging.getLogger(__name__)
 # For all ranks of a group to come to a round of their decision: they load their weights first, at unlike speed.
@@ -357,46 +358,3 @@ def _key(kind: str, site: Site, environment: Environment) -> ArtifactKey:
         dp_rank=site.dp_rank,
         world_rank=site.world_rank,
     )
-
-
-def fleet_keys(
-    tokens: Sequence[Token], state: Path, *, signing: str | None, trusted: Sequence[str]
-) -> tuple[list[PublisherKey], Keyring]:
-    """Who signs here, and who is believed.
-
-    One token is enough: a publisher key follows from it. Where trusted keys are listed, only those count. Without
-    either, the node believes itself alone, so that its own next start finds what this one made.
-    """
-    derived = [PublisherKey(f"token-{token.key_id}", token.derive(MANIFEST_LABEL)) for token in tokens]
-    if not derived and signing is None and not trusted:
-        derived = [_node_key(state / "node.key")]
-    own = [] if signing is None else [PublisherKey.load(Path(signing))]
-    if not trusted:
-        keys = own or derived
-        return keys, Keyring([key.public for key in (*derived, *own)])
-    lines: list[str] = []
-    for entry in trusted:
-        lines += [entry] if ":" in entry else _key_lines(Path(entry))
-    return own, Keyring.parse(lines)
-
-
-def _key_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="ascii").splitlines()
-    except OSError as error:
-        raise ConfigurationError(f"--seed-trusted-keys {path} can't be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"--seed-trusted-keys {path} holds no lines of name:base64") from error
-
-
-def _node_key(path: Path) -> PublisherKey:
-    """This node's own key, made at its first start."""
-    try:
-        if not path.exists():
-            PublisherKey.generate("node").save(path)
-    except FileExistsError:  # another rank of this node was first
-        pass
-    except OSError as error:
-        _log.warning("%s can't be written (%s): the next start will not find what this one makes", path, error)
-        return PublisherKey.generate("node")
-    return PublisherKey.load(path)

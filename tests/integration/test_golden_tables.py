@@ -15,7 +15,7 @@ from tests.support.tables import H200, H200_V1, local_path, put_local, table_sit
 from typer.testing import CliRunner
 
 from warmseed.daemon.cli.main import app
-from warmseed.daemon.rank.seeds import fleet_keys
+from warmseed.daemon.rank.fleet_keys import fleet_keys
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.golden import deny, list_artifacts, pin_generation, pin_run, roll_back
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune

@@ -18,8 +18,9 @@ from tests.support.sites import make_site
 
 from warmseed.daemon.protocol.spec import RankSpec
 from warmseed.daemon.protocol.status import Phase, Refused, StatusWriter, decode_message
+from warmseed.daemon.rank.fleet_keys import node_key
 from warmseed.daemon.rank.rank import Rank
-from warmseed.daemon.rank.seeds import Seeds, _node_key
+from warmseed.daemon.rank.seeds import Seeds
 from warmseed.daemon.settings.config import PreloadConfig
 from warmseed.errors import ConfigurationError
 from warmseed.seeding.channel.messages import DescribeRequest
@@ -70,9 +71,9 @@ def fleet(base: Path) -> dict[str, Any]:
 
 def test_a_node_without_a_token_believes_its_own_next_start_and_nobody_else(tmp_path: Path) -> None:
     key = tmp_path / "node.key"
-    first = _node_key(key)
-    assert _node_key(key).public == first.public
-    assert _node_key(tmp_path / "another.key").public != first.public
+    first = node_key(key)
+    assert node_key(key).public == first.public
+    assert node_key(tmp_path / "another.key").public != first.public
 
 
 def test_ranks_that_start_together_come_to_one_key(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_ranks_that_start_together_come_to_one_key(tmp_path: Path) -> None:
 
     def start() -> None:
         gate.wait(30)
-        found.append(_node_key(tmp_path / "node.key"))
+        found.append(node_key(tmp_path / "node.key"))
 
     threads = [threading.Thread(target=start) for _ in range(8)]
     for thread in threads:
@@ -101,9 +102,9 @@ def test_a_full_disk_leaves_no_half_key_that_would_stop_every_later_start(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        assert _node_key(tmp_path / "node.key")  # served, with a key of this process's own
+        assert node_key(tmp_path / "node.key")  # served, with a key of this process's own
     assert list(tmp_path.iterdir()) == []
-    _node_key(tmp_path / "node.key")
+    node_key(tmp_path / "node.key")
     assert PublisherKey.load(tmp_path / "node.key")
 
 
