@@ -34,6 +34,7 @@ from warmseed.daemon.weights.messages import (
     Watching,
 )
 from warmseed.daemon.weights.socket import BoundSocket, DeviceLock, Peer, SocketAddress, bind_private, check_peer
+from warmseed.daemon.weights.witness import Witness
 from warmseed.errors import ConfigurationError, printable
 
 __all__ = ["Lease", "ServerLimits", "WeightServer"]
@@ -58,6 +59,10 @@ class Lease:
     pid: int
     since: float = field(default_factory=time.monotonic)  # of time.monotonic()
     watched: bool = False  # the engine has said that it maps them
+    witness: Witness = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.witness = Witness(self.pid)
 
 
 class OnDetached(Protocol):
@@ -207,7 +212,8 @@ class WeightServer:
             finally:
                 self._connections.discard(connection)
                 if connection.lease is not None:
-                    await self._lease_ended(connection.lease)
+                    with contextlib.closing(connection.lease.witness):
+                        await self._lease_ended(connection.lease)
 
     async def _last_word(self, connection: _Connection, error: MessageRefused) -> None:
         with contextlib.suppress(OSError, TimeoutError):
