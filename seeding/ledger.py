@@ -25,7 +25,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: int  # unix seconds
     kind: Text
     rank: Text
-    event: Literal["adopted", "used", "unused", "refused", "published", "quarantined", "local"]
+    event: Literal["adopted", "used", "unused", "refused", "published", "pardoned", "quarantined", "local"]
     config_hash: Text = ""
     sha256: Text = ""
     generation: int = 0

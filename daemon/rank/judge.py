@@ -2,17 +2,19 @@
 
 An engine that dies before it has warmed up on an artifact makes it a suspect: it is taken back here at once. If the
 next engine then warms up without it, it was the artifact, and the fleet is told; if that one dies as well, it was not.
+
+One death is no evidence where there is a better explanation: when somebody else killed the engine (a person, a service
+manager, the out-of-memory killer), or when an engine of this rank has warmed up on the very same bytes before. Then the
+artifact stays, until a second engine in a row dies on it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from warmseed.blocking import run_blocking
 from warmseed.daemon.protocol.status import StatusWriter, Used
@@ -27,7 +29,8 @@ __all__ = ["WARMUP_SECONDS", "Judge"]
 
 _log = logging.getLogger(__name__)
 
-DEATH_LOOKS, DEATH_PAUSE = 20, 0.1  # looks, and seconds between them, at an engine whose lease has ended
+DEATH_SECONDS = 2.0  # for an engine whose lease has ended to be dead: its sockets close a moment before it is
+PARDONED = 1  # deaths in a row that are put down to something else where there is something else
 WARMUP_SECONDS = "warmup_seconds"  # provenance: what this warmup cost the node that did it from nothing
 
 
@@ -46,6 +49,8 @@ class Judge:
         self._adoptions = adoptions
         self._status = status
         self._judged: set[str] = set()
+        self._taken_back: set[str] = set()
+        self._deaths = 0  # of engines that did not warm up, since one did
         self._suspects: list[tuple[Kind, Adoption, str]] = []
         self._reported = -math.inf  # time.monotonic() of the last engine that warmed up
         self._warmup: float | None = None  # seconds of the first warmup after nothing was adopted
@@ -61,40 +66,49 @@ class Judge:
         if self._warmup is None:
             self._warmup = evidence.seconds
         self._reported = time.monotonic()
+        self._deaths = 0
         while self._suspects:
             suspect, adopted, reason = self._suspects.pop()
             await self._seeds.denounce(adopted, self._sites[suspect.name], reason)
-        for kind in self._kinds:
-            adoption = self._adoptions.get(kind.name)
-            if adoption is None or adoption.installation is None or kind.name in self._judged:
-                continue
+        for kind, adoption in self._in_use():
             self._judged.add(kind.name)
             await self._judge(kind, adoption, evidence)
 
     async def on_attached(self) -> None:
         """An engine has mapped the weights: it is about to load whatever is on trial."""
-        for kind in self._kinds:
-            adoption = self._adoptions.get(kind.name)
-            if adoption is not None and adoption.installation is not None and kind.name not in self._judged:
-                await self._seeds.met(adoption, self._sites[kind.name])
+        for kind, adoption in self._in_use():
+            await self._seeds.met(adoption, self._sites[kind.name])
 
     async def on_detached(self, lease: Lease) -> None:
         """Suspect what an engine was warming up on, if it died before it could report."""
-        if self._reported >= lease.since or not await _died(lease.pid):
+        if self._reported >= lease.since:
+            return
+        ending = await lease.witness.ending(DEATH_SECONDS)
+        if ending is None or ending.clean:
             return
         if self._suspects:  # this engine had none of it, and died too
-            for _, suspect, _ in self._suspects:
-                await self._seeds.forgive(suspect)
-            self._suspects.clear()
+            if not ending.outside:
+                for _, suspect, _ in self._suspects:
+                    await self._seeds.forgive(suspect)
+                self._suspects.clear()
             return
-        for kind in self._kinds:
-            adoption = self._adoptions.get(kind.name)
-            if adoption is None or adoption.installation is None or kind.name in self._judged:
+        self._deaths += 1
+        reason = f"engine pid {lease.pid} {ending} {time.monotonic() - lease.since:.0f} s after it attached, unwarmed"
+        for kind, adoption in self._in_use():
+            site = self._sites[kind.name]
+            if self._deaths <= PARDONED and (ending.outside or await self._seeds.proven(adoption, site)):
+                await self._seeds.pardon(adoption, site, reason)
                 continue
-            self._judged.add(kind.name)
-            reason = f"engine pid {lease.pid} died {time.monotonic() - lease.since:.0f} s after it attached, unwarmed"
-            await self._seeds.quarantine(kind, adoption, self._sites[kind.name], reason)
+            self._taken_back.add(kind.name)
+            self._status.refused(("quarantined",))
+            await self._seeds.quarantine(kind, adoption, site, reason)
             self._suspects.append((kind, adoption, reason))
+
+    def _in_use(self) -> list[tuple[Kind, Adoption]]:
+        """What engines load that was not made here and that no engine of this daemon has warmed up on."""
+        found = [(kind, self._adoptions.get(kind.name)) for kind in self._kinds]
+        done = self._judged | self._taken_back
+        return [(kind, a) for kind, a in found if a and a.installation is not None and kind.name not in done]
 
     async def _judge(self, kind: Kind, adoption: Adoption, evidence: Evidence) -> None:
         if adoption.installation is None or adoption.manifest is None:
@@ -115,23 +129,6 @@ class Judge:
             return capture
         provenance = {**capture.provenance, WARMUP_SECONDS: f"{self._warmup:.2f}"}
         return dataclasses.replace(capture, provenance=provenance)
-
-
-async def _died(pid: int) -> bool:
-    """Whether the process is dead. Its sockets close a moment before it is, so this waits for that moment."""
-    for _ in range(DEATH_LOOKS):
-        if _dead(pid):
-            return True
-        await asyncio.sleep(DEATH_PAUSE)
-    return False
-
-
-def _dead(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state in ("Z", "X")  # a zombie, or about to be gone (proc(5))
 
 
 def _seconds(text: str) -> float:

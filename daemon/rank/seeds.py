@@ -52,7 +52,7 @@ GROUP_SECONDS = 600.0
 WRITE_SECONDS = 3600.0  # for the shared stores to take what this node made; nobody waits for it
 P = ParamSpec("P")
 T = TypeVar("T")
-Event = Literal["adopted", "used", "unused", "refused", "published", "quarantined", "local"]
+Event = Literal["adopted", "used", "unused", "refused", "published", "pardoned", "quarantined", "local"]
 
 
 class Seeds:
@@ -266,12 +266,34 @@ class Seeds:
         if adoption.manifest is not None:
             await self._quietly(self._probation.meet, adoption.manifest.sha256, _label(site))
 
+    async def proven(self, adoption: Adoption, site: Site) -> bool:
+        """Whether an engine of this rank has warmed up on an adopted artifact, in this life of the daemon or before."""
+        if adoption.manifest is None:
+            return False
+        return bool(await self._quietly(self._probation.proven, adoption.manifest.sha256, _label(site)))
+
+    async def pardon(self, adoption: Adoption, site: Site, reason: str) -> None:
+        """An engine died on an adopted artifact, and something else explains it: the next engine tries it as well."""
+        manifest = adoption.manifest
+        if manifest is None:
+            return
+        _log.warning(
+            "kind=%s generation=%d stays: %s; it is put down to something else once, taken back at the next such death",
+            *(adoption.kind, manifest.generation, printable(reason)),
+        )
+        await self._quietly(self._probation.part, manifest.sha256, _label(site))
+        await self._record(adoption, site, "pardoned", reason)
+
     async def quarantine(self, kind: Kind, adoption: Adoption, site: Site, reason: str) -> None:
         """Take an artifact on trial back here: the next engine finds what was there before, or does the work."""
         manifest, installation = adoption.manifest, adoption.installation
         if manifest is None or installation is None:
             return
-        _log.error("kind=%s generation=%d quarantined: %s", kind.name, manifest.generation, printable(reason))
+        _log.error(
+            "kind=%s generation=%d of %s quarantined: %s; start the engine again: it finds what was here before, or "
+            "compiles; if it warms up, the fleet is told",
+            *(kind.name, manifest.generation, manifest.sha256[:12], printable(reason)),
+        )
         self.shelf.take_down(manifest.sha256)
         await self._quietly(kind.retract, installation, site)
         await self._quietly(self._probation.fail, manifest.sha256, _label(site), reason)

@@ -114,6 +114,18 @@ class Probation:
             if known is not None and known.state == "trial":
                 trials[(sha256, rank)] = msgspec.structs.replace(known, met=True)
 
+    def part(self, sha256: str, rank: str) -> None:
+        """The engine of `rank` that met the payload is gone for a reason of its own: silence is no evidence again."""
+        with self._changing() as trials:
+            known = trials.get((sha256, rank))
+            if known is not None and known.state == "trial":
+                trials[(sha256, rank)] = msgspec.structs.replace(known, met=False)
+
+    def proven(self, sha256: str, rank: str) -> bool:
+        """Whether an engine of `rank` has warmed up on the payload, and none has crashed on it since."""
+        states = [trial.state for trial in self._read() if (trial.sha256, trial.rank) == (sha256, rank)]
+        return states == ["proven"]
+
     def interrupted(self, rank: str) -> tuple[Trial, ...]:
         """Trials that an earlier process of `rank` began, an engine met, and nobody ended."""
         return tuple(trial for trial in self._read() if trial.rank == rank and trial.state == "trial" and trial.met)

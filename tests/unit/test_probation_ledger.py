@@ -49,6 +49,26 @@ def test_a_start_that_no_engine_came_to_says_nothing_about_the_payload(tmp_path:
     assert probation(tmp_path).interrupted(RANK) == ()
 
 
+def test_an_engine_that_parted_for_a_reason_of_its_own_leaves_no_silence_behind(tmp_path: Path) -> None:
+    record = probation(tmp_path)
+    record.begin("compile_cache", A, 3, RANK)
+    record.meet(A, RANK)
+    record.part(A, RANK)
+    assert record.interrupted(RANK) == ()
+    assert record.standing(A) == "trial"
+
+
+def test_a_payload_is_proven_for_the_rank_whose_engine_warmed_up_on_it(tmp_path: Path) -> None:
+    record = probation(tmp_path)
+    for rank in (RANK, OTHER):
+        record.begin("compile_cache", A, 3, rank)
+    record.prove(A, RANK)
+    assert record.proven(A, RANK)
+    assert not record.proven(A, OTHER)
+    record.fail(A, RANK, "crashed")
+    assert not record.proven(A, RANK)
+
+
 def test_a_payload_that_was_not_installed_after_all_is_not_on_trial(tmp_path: Path) -> None:
     record = probation(tmp_path)
     record.begin("compile_cache", A, 3, RANK)

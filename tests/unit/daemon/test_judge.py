@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -26,10 +26,13 @@ from warmseed.seeding.trust.manifest import Manifest
 class Notes:
     """Stands where seeds and status writer stand; keeps what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, standing: str = "trial") -> None:
         self.sent: list[Message] = []
         self.judgements: list[tuple[bool, float]] = []
         self.told: list[str] = []
+        self.reasons: list[str] = []
+        self.counted: list[str] = []
+        self.standing = standing
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
@@ -37,11 +40,22 @@ class Notes:
     async def judged(self, adoption: Adoption, site: Site, verdict: Verdict, saved: float) -> None:
         self.judgements.append((verdict.used, saved))
 
+    def refused(self, reasons: Iterable[str]) -> None:
+        self.counted.extend(reasons)
+
+    async def proven(self, adoption: Adoption, site: Site) -> bool:
+        return self.standing == "proven"
+
+    async def pardon(self, adoption: Adoption, site: Site, reason: str) -> None:
+        self.told.append("pardoned")
+        self.reasons.append(reason)
+
     async def met(self, adoption: Adoption, site: Site) -> None:
         self.told.append("met")
 
     async def quarantine(self, kind: Kind, adoption: Adoption, site: Site, reason: str) -> None:
         self.told.append("quarantined")
+        self.reasons.append(reason)
 
     async def denounce(self, adoption: Adoption, site: Site, reason: str) -> None:
         self.told.append("denounced")
@@ -139,55 +153,102 @@ def test_what_this_node_made_says_what_its_first_warmup_cost(tmp_path: Path) -> 
     assert silent.annotated(capture) is capture
 
 
-def dead_process() -> int:
-    """The pid of a process that has been and gone."""
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-        return process.pid
+# How an engine ends, by the event's name; the last word of a process that waits to be told.
+ENDINGS = {
+    "crashes": "import os; os.abort()",
+    "fails": "raise SystemExit(1)",
+    "is killed": "import os; os.kill(os.getpid(), 9)",
+    "is told to stop": "raise SystemExit(128 + 15)",
+    "exits": "",
+    "lets go": "",
+}
 
 
-def heard(base: Path, *events: str) -> list[str]:
-    """What a judge of one adopted artifact does as engines attach, report, die or just let go."""
-    notes, kind = Notes(), CountingKind()
+@contextmanager
+def engine(how: str) -> Iterator[Lease]:
+    """The lease of an engine that then ended like that; its parent has not heard of it yet."""
+    code = f"import sys; sys.stdin.read()\n{ENDINGS[how]}"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        lease = Lease(process.pid)
+        if how != "lets go":
+            process.stdin.close()  # type: ignore[union-attr]
+        yield lease
+        lease.witness.close()
+
+
+def heard(base: Path, *events: str, standing: str = "trial") -> Notes:
+    """What a judge of one adopted artifact does as engines attach, report, end or just let go."""
+    notes, kind = Notes(standing=standing), CountingKind()
     judge = Judge(notes, {KIND: make_site(base)}, [kind], {KIND: installed()}, notes)  # type: ignore[arg-type]
-    gone, alive = dead_process(), os.getpid()
 
     async def main() -> None:
         for event in events:
-            match event:
-                case "attaches":
-                    await judge.on_attached()
-                case "reports":
-                    await judge.on_report(report())
-                case "dies":
-                    await judge.on_detached(Lease(gone))
-                case "lets go":
-                    await judge.on_detached(Lease(alive))
+            if event == "attaches":
+                await judge.on_attached()
+            elif event == "reports":
+                await judge.on_report(report())
+            else:
+                with engine(event) as lease:
+                    await judge.on_detached(lease)
 
     asyncio.run(main())
-    return notes.told
+    return notes
 
 
-def test_what_an_engine_dies_on_is_taken_back_at_once_and_the_fleet_not_told_yet(tmp_path: Path) -> None:
-    assert heard(tmp_path, "attaches", "dies") == ["met", "quarantined"]
+@pytest.mark.parametrize(
+    ("how", "said"), [("crashes", "died of SIGABRT"), ("fails", "exited with 1")], ids=["a crash", "an exception"]
+)
+def test_what_an_engine_dies_on_is_taken_back_at_once_and_the_fleet_not_told_yet(
+    tmp_path: Path, how: str, said: str
+) -> None:
+    notes = heard(tmp_path, "attaches", how)
+    assert notes.told == ["met", "quarantined"]
+    assert said in notes.reasons[0]
+    assert notes.counted == ["quarantined"]
 
 
 def test_the_fleet_is_told_once_an_engine_has_warmed_up_without_it(tmp_path: Path) -> None:
-    assert heard(tmp_path, "dies", "reports") == ["quarantined", "denounced"]
+    assert heard(tmp_path, "crashes", "reports", "attaches").told == ["quarantined", "denounced"]
 
 
 def test_an_artifact_is_cleared_when_engines_die_without_it_too(tmp_path: Path) -> None:
-    assert heard(tmp_path, "dies", "dies", "reports") == ["quarantined", "forgiven"]
+    assert heard(tmp_path, "crashes", "fails", "reports").told == ["quarantined", "forgiven"]
+
+
+def test_a_kill_from_outside_clears_nothing(tmp_path: Path) -> None:
+    assert heard(tmp_path, "crashes", "is killed", "reports").told == ["quarantined", "denounced"]
+
+
+@pytest.mark.parametrize("how", ["is killed", "is told to stop"])
+def test_one_kill_from_outside_says_nothing_and_two_in_a_row_do(tmp_path: Path, how: str) -> None:
+    notes = heard(tmp_path, how, how)
+    assert notes.told == ["pardoned", "quarantined"]
+    assert notes.counted == ["quarantined"]
+
+
+def test_a_warmup_between_two_kills_starts_the_count_anew(tmp_path: Path) -> None:
+    notes = heard(tmp_path, "is killed", "reports", "is killed")
+    assert notes.told == ["pardoned"]
+    assert notes.judgements == [(True, 0.0)]
+
+
+def test_what_engines_of_this_rank_have_proven_survives_one_crash_and_not_a_second(tmp_path: Path) -> None:
+    assert heard(tmp_path, "crashes", standing="proven").told == ["pardoned"]
+    assert heard(tmp_path, "crashes", "crashes", standing="proven").told == ["pardoned", "quarantined"]
+
+
+def test_an_engine_that_ends_cleanly_without_a_warmup_accuses_nobody(tmp_path: Path) -> None:
+    assert heard(tmp_path, "exits", "exits").told == []
 
 
 def test_an_engine_that_has_warmed_up_may_die_as_it_likes(tmp_path: Path) -> None:
-    lease = Lease(dead_process())
     notes, kind = Notes(), CountingKind()
     judge = Judge(notes, {KIND: make_site(tmp_path)}, [kind], {KIND: installed()}, notes)  # type: ignore[arg-type]
 
     async def main() -> None:
-        await judge.on_report(report())
-        await judge.on_detached(lease)
+        with engine("crashes") as lease:
+            await judge.on_report(report())
+            await judge.on_detached(lease)
 
     asyncio.run(main())
     assert notes.told == []
@@ -196,5 +257,5 @@ def test_an_engine_that_has_warmed_up_may_die_as_it_likes(tmp_path: Path) -> Non
 def test_an_engine_in_copy_mode_lets_go_of_the_lease_and_lives_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("warmseed.daemon.rank.judge.DEATH_PAUSE", 0.001)
-    assert heard(tmp_path, "lets go") == []
+    monkeypatch.setattr("warmseed.daemon.rank.judge.DEATH_SECONDS", 0.01)
+    assert heard(tmp_path, "lets go").told == []
