@@ -121,7 +121,7 @@ class Adopter:
                 return await self._known(kind, await self._expected(kind, site))
         except TimeoutError:
             _log.warning("kind=%s no manifest was found within %g s", kind.name, self._budget)
-            return None
+        return None
 
     async def _known(self, kind: Kind, expected: Expected) -> tuple[Manifest, bytes] | None:
         for store in self._stores:
@@ -139,10 +139,8 @@ class Adopter:
 
     async def _heal(self, kind: Kind, site: Site) -> None:
         """Local files that poison every start go first, so that they are neither found nor built upon."""
-        if not isinstance(kind, HealsDisk):
-            return
         try:
-            for line in await run_blocking(kind.heal, site):
+            for line in await run_blocking(kind.heal, site) if isinstance(kind, HealsDisk) else ():
                 _log.warning("kind=%s %s", kind.name, line)
         except OSError as error:
             _log.error("kind=%s a local file poisons every start and can't be moved: %s", kind.name, printable(error))
@@ -265,6 +263,7 @@ class Adopter:
         )
 
     async def _search(self, search: _Search) -> tuple[str, Manifest, bytes, Installation] | None:
+        await self._give_up_bad_mark(search.expected.key)
         for origin in self._origins:
             try:
                 async with aclosing(self._candidates(origin, search.expected.key)) as envelopes:
@@ -275,6 +274,20 @@ class Adopter:
             except (StoreError, ChannelError) as error:
                 search.refuse(origin.name, "unavailable", str(error))
         return None
+
+    async def _give_up_bad_mark(self, key: ArtifactKey) -> None:
+        """Where the newest generation seen here turned out to be poison, let the one before it be good enough."""
+        mark = self._trust.mark(key)
+        if mark is None or not mark.sha256:  # never seen one, or given up already
+            return
+        now = int(self._clock())
+        try:
+            await self._learn_denials(mark.sha256, now)
+            quarantined = await run_blocking(self._probation.standing, mark.sha256) == "quarantined"
+            if quarantined or self._trust.denied(mark.sha256, now=now):
+                self._trust.lower(key)
+        except (StoreError, OSError) as error:
+            _log.warning("kind=%s not checked for a way back: %s", key.kind, printable(error))
 
     async def _candidates(self, origin: Origin, key: ArtifactKey) -> AsyncGenerator[bytes, None]:
         """Envelopes to judge: the pinned generation first, which may be older than the newest few."""

@@ -55,6 +55,7 @@ class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generation: int
     issued_at: UnixSeconds
     sha256: str
+    before: tuple[int, UnixSeconds] = (0, 0)  # the age of the mark that this one took the place of
 
     @property
     def age(self) -> tuple[int, int]:
@@ -106,8 +107,9 @@ class Trust:
     def remember(self, manifest: Manifest, expected: Expected) -> bool:
         """Raise the mark of `expected.key` to `manifest`; whether `marks` changed and must be saved."""
         folder = expected.key.manifest_folder
-        mark = Mark(manifest.generation, manifest.issued_at, manifest.sha256)
         known = self._marks.get(folder)
+        before = known.age if known is not None else (0, 0)
+        mark = Mark(manifest.generation, manifest.issued_at, manifest.sha256, before)
         if known is not None and known.age >= mark.age:
             return False
         self._marks[folder] = mark
@@ -123,6 +125,15 @@ class Trust:
             self._marks.pop(key.manifest_folder, None)
         else:
             self._marks[key.manifest_folder] = mark
+
+    def lower(self, key: ArtifactKey) -> None:
+        """Go back to what the mark of `key` took the place of, because its payload turned out to be bad.
+
+        What this node believed before is then no rollback; anything older still is.
+        """
+        mark = self._marks.get(key.manifest_folder)
+        if mark is not None:
+            self._marks[key.manifest_folder] = Mark(*mark.before, sha256="")
 
     def pinned(self, pin: bytes, key: ArtifactKey, *, now: int) -> int | None:
         """The generation that the valid pin in the envelope `pin` names for `key`, or `None`."""

@@ -218,6 +218,53 @@ def test_going_back_to_an_older_generation_is_refused_without_a_pin(tmp_path: Pa
     run(main())
 
 
+@pytest.mark.parametrize("left", [(1, 2), (1,)], ids=["the one before", "one that was older even then"])
+def test_poison_bars_the_generation_before_it_no_longer_and_older_ones_still(
+    tmp_path: Path, left: tuple[int, ...]
+) -> None:
+    async def main() -> None:
+        a = node(tmp_path, "a")
+        for payload in (b"oldest", b"good"):
+            await a.publish(payload)
+        assert (await adopted(node(tmp_path, "b"))).outcome == "installed"
+        poison = (await a.publish(b"poison")).manifest
+        await a.chain.aclose()
+        b = node(tmp_path, "b")
+        assert (await adopted(b)).manifest == poison
+        Probation(b.site.state).fail(poison.sha256, b.key.rank_label, "it killed an engine")
+        folder = shared_folder(tmp_path)
+        for disk in (folder, b.site.state / "store"):
+            for generation in {1, 2} - set(left):
+                for path in disk.rglob(f"{generation}.json*"):
+                    path.unlink()
+        again = await adopted(node(tmp_path, "b"))
+        if 2 in left:
+            assert reasons(again) == ["probation"]
+            assert again.manifest is not None
+            assert again.manifest.generation == 2
+        else:
+            assert reasons(again) == ["probation", "rollback"]
+
+    run(main())
+
+
+def test_a_denied_generation_does_not_bar_the_one_before_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        a = node(tmp_path, "a")
+        await a.publish(b"good")
+        poison = (await a.publish(b"poison")).manifest
+        assert (await adopted(node(tmp_path, "b"))).manifest == poison
+        await a.chain.put(denial_key(poison.sha256), denied(poison.sha256))
+        assert await a.chain.flush(20)
+        await a.chain.aclose()
+        again = await adopted(node(tmp_path, "b"))
+        assert reasons(again) == ["denied"]
+        assert again.manifest is not None
+        assert again.manifest.generation == 1
+
+    run(main())
+
+
 async def pin(a: SeedNode, manifest: Manifest, *, issued_at: int = NOW) -> bytes:
     stated = Pin(
         schema=1,
