@@ -35,12 +35,15 @@ from warmseed.seeding.channel.messages import (
     FetchAnswer,
     FetchRequest,
     MissAnswer,
+    RangesAnswer,
+    RangesRequest,
     RefusedAnswer,
     Request,
     WarmingAnswer,
     decode_answer,
     encode,
 )
+from warmseed.seeding.channel.ranges import Range
 from warmseed.seeding.channel.streams import BulkReader, secure
 from warmseed.seeding.channel.tls import check_alpn, client_context, server_name
 from warmseed.seeding.trust.token import Token
@@ -126,21 +129,53 @@ class SeedClient:
             ChannelError: everything else that `describe` raises.
         """
         request = FetchRequest(instance=self.instance, sha256=sha256, offset=offset)
+        asked = {"sha256": sha256, "offset": offset, "length": length - offset}
+        async with self._bytes(peer, request, FetchAnswer, asked, length - offset) as chunks:
+            yield chunks
+
+    @asynccontextmanager
+    async def fetch_ranges(
+        self, peer: Endpoint, sha256: str, ranges: Sequence[Range], *, length: int
+    ) -> AsyncIterator[AsyncIterator[bytes] | None]:
+        """The bytes of `ranges` of an object of `length` bytes, one after the other; else as `fetch`.
+
+        Raises:
+            AnswerMismatch: the peer's object has another length.
+            PeerRefused: a range ends behind the object.
+            PeerRejected: also when the peer is too old to know ranges; `fetch` is then what it answers.
+            ValueError: the ranges overlap, or are not in order.
+            ChannelError: everything else that `fetch` raises.
+        """
+        request = RangesRequest(instance=self.instance, sha256=sha256, ranges=tuple(ranges))
+        asked = {"sha256": sha256, "length": length}
+        expected = sum(wanted.length for wanted in ranges)
+        async with self._bytes(peer, request, RangesAnswer, asked, expected) as chunks:
+            yield chunks
+
+    @asynccontextmanager
+    async def _bytes(
+        self,
+        peer: Endpoint,
+        request: FetchRequest | RangesRequest,
+        form: type[FetchAnswer | RangesAnswer],
+        asked: dict[str, object],
+        length: int,
+    ) -> AsyncIterator[AsyncIterator[bytes] | None]:
+        """`length` bytes behind an answer of this `form`, if it says what was `asked`."""
         async with self._exchange(peer, request) as (answer, reader, writer):
             if isinstance(answer, MissAnswer):
                 yield None
                 return
-            if not isinstance(answer, FetchAnswer):
+            if not isinstance(answer, form):
                 raise ProtocolError(f"{peer} answered a question for bytes with {type(answer).__name__}")
-            asked = {"sha256": sha256, "offset": offset, "length": length - offset}
             fields = tuple(name for name, value in asked.items() if getattr(answer, name) != value)
             if fields:
                 raise AnswerMismatch(
-                    f"{peer} offers other bytes than those of {sha256}: {', '.join(fields)} differ; not used",
+                    f"{peer} offers other bytes than those of {request.sha256}: {', '.join(fields)} differ; not used",
                     fields=fields,
                 )
             bulk = BulkReader(reader, writer, size=self._limits.read_buffer)
-            async with aclosing(self._chunks(peer, answer.length, bulk)) as chunks:
+            async with aclosing(self._chunks(peer, length, bulk)) as chunks:
                 yield chunks
 
     @asynccontextmanager

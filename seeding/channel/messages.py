@@ -15,6 +15,7 @@ import msgspec
 from warmseed.errors import printable
 from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.channel.errors import ProtocolError
+from warmseed.seeding.channel.ranges import Length, Ranges, check_order
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.trust.manifest import MANIFEST_BYTES
@@ -28,6 +29,8 @@ __all__ = [
     "FetchAnswer",
     "FetchRequest",
     "MissAnswer",
+    "RangesAnswer",
+    "RangesRequest",
     "RefusedAnswer",
     "Request",
     "WarmingAnswer",
@@ -37,7 +40,6 @@ __all__ = [
 ]
 
 PAYLOAD_BYTES = 8 << 20  # bytes in the largest payload that travels with a description
-LENGTH_BYTES = 1 << 50  # bytes in the largest object that can be named at all
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 # \Z and not $: the latter lets a trailing newline pass.
@@ -45,7 +47,6 @@ Hex64 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z", max_length=64)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_]{0,63}\Z", max_length=64)]
 Field = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Value = Annotated[str, msgspec.Meta(max_length=256)]
-Length = Annotated[int, msgspec.Meta(ge=0, le=LENGTH_BYTES)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 Manifest = Annotated[str, msgspec.Meta(min_length=1, max_length=MANIFEST_BYTES)]
 Fields = Annotated[tuple[Field, ...], msgspec.Meta(max_length=64)]
@@ -108,6 +109,16 @@ class FetchRequest(_Message, frozen=True, kw_only=True, tag="fetch", tag_field="
     offset: Length
 
 
+class RangesRequest(_Message, frozen=True, kw_only=True, tag="ranges", tag_field="request"):
+    """Parts of a verified object. A source of before this request takes it for a breach, and closes."""
+
+    sha256: Hex64
+    ranges: Ranges
+
+    def __post_init__(self) -> None:
+        check_order(self.ranges)
+
+
 class DescribeAnswer(_Message, frozen=True, kw_only=True, tag="description", tag_field="answer"):
     """A signed manifest; `length` bytes of payload follow the frame (0: fetch it by digest)."""
 
@@ -133,6 +144,13 @@ class FetchAnswer(_Message, frozen=True, kw_only=True, tag="bytes", tag_field="a
     length: Length
 
 
+class RangesAnswer(_Message, frozen=True, kw_only=True, tag="ranges", tag_field="answer"):
+    """The bytes of the ranges that were asked for follow the frame, in order and without gaps."""
+
+    sha256: Hex64
+    length: Length  # of the whole object
+
+
 class MissAnswer(_Message, frozen=True, kw_only=True, tag="miss", tag_field="answer"):
     """The source does not have it and is not making it."""
 
@@ -156,8 +174,8 @@ class RefusedAnswer(_Message, frozen=True, kw_only=True, tag="refused", tag_fiel
     fields: Fields = ()
 
 
-Request = DescribeRequest | FetchRequest
-Answer = DescribeAnswer | FetchAnswer | MissAnswer | WarmingAnswer | BusyAnswer | RefusedAnswer
+Request = DescribeRequest | FetchRequest | RangesRequest
+Answer = DescribeAnswer | FetchAnswer | RangesAnswer | MissAnswer | WarmingAnswer | BusyAnswer | RefusedAnswer
 
 T = TypeVar("T")
 

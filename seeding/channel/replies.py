@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
 from warmseed.errors import WarmseedError, printable
@@ -22,6 +22,8 @@ from warmseed.seeding.channel.messages import (
     FetchAnswer,
     FetchRequest,
     MissAnswer,
+    RangesAnswer,
+    RangesRequest,
     RefusedAnswer,
     Request,
     WarmingAnswer,
@@ -74,7 +76,7 @@ class Replies:
         elif isinstance(request, DescribeRequest):
             await self._describe(request, reader, writer, owner)
         else:
-            await self._fetch(request, reader, writer, owner)
+            await self._send(request, reader, writer, owner)
 
     async def turn_away(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Tell a peer, whatever it asks, to come again.
@@ -142,37 +144,78 @@ class Replies:
                 self.stats.refused += 1
                 return RefusedAnswer(instance=me, reason=reason, fields=fields), b""
 
-    async def _fetch(
-        self, request: FetchRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, owner: str
+    async def _send(
+        self,
+        request: FetchRequest | RangesRequest,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        owner: str,
     ) -> None:
+        """Answer with bytes: the rest of an object, or parts of it."""
         async with AsyncExitStack() as stack:
             try:
                 await stack.enter_async_context(self._streams.turn(owner, seconds=self._limits.turn_seconds))
             except TimeoutError:
                 await self._finish(self._busy(), reader, writer)
                 return
-            opened = await self._opened(request, stack)
+            first = request.offset if isinstance(request, FetchRequest) else request.ranges[0].offset
+            opened = await self._opened(request.sha256, first, stack)
             if not isinstance(opened, Opened):
                 await self._finish(opened, reader, writer)
                 return
+            head = self._promise(request, first + opened.length)
+            if isinstance(head, RefusedAnswer):
+                await self._finish(head, reader, writer)
+                return
+            if isinstance(request, RangesRequest):
+                parts = await stack.enter_async_context(aclosing(self._parts(request, opened)))
+                opened = Opened(sum(wanted.length for wanted in request.ranges), parts)
             async with asyncio.timeout(self._limits.answer_seconds + opened.length / self._limits.stream_rate):
-                head = FetchAnswer(
-                    instance=self._instance, sha256=request.sha256, offset=request.offset, length=opened.length
-                )
                 await self._head(head, writer)
                 if await self._stream(opened.chunks, opened.length, writer):
                     self.stats.streamed += 1
                     await self._flushed(reader, writer)
 
-    async def _opened(self, request: FetchRequest, stack: AsyncExitStack) -> Opened | Answer:
+    def _promise(
+        self, request: FetchRequest | RangesRequest, length: int
+    ) -> FetchAnswer | RangesAnswer | RefusedAnswer:
+        """The head of the answer from an object of `length` bytes."""
+        me = self._instance
+        if isinstance(request, FetchRequest):
+            rest = length - request.offset
+            return FetchAnswer(instance=me, sha256=request.sha256, offset=request.offset, length=rest)
+        if request.ranges[-1].end > length:
+            self.stats.refused += 1
+            return RefusedAnswer(instance=me, reason="range", fields=("ranges",))
+        return RangesAnswer(instance=me, sha256=request.sha256, length=length)
+
+    async def _parts(self, request: RangesRequest, first: Opened) -> AsyncGenerator[bytes, None]:
+        """The bytes of the ranges, the first of which is open; ends early when the object goes away meanwhile."""
+        opened: Opened | Answer = first
+        for number, wanted in enumerate(request.ranges):
+            async with AsyncExitStack() as stack:
+                if number:
+                    opened = await self._opened(request.sha256, wanted.offset, stack)
+                if not isinstance(opened, Opened):
+                    return
+                left = wanted.length
+                async for chunk in opened.chunks:
+                    yield chunk[:left]
+                    left -= min(left, len(chunk))
+                    if not left:
+                        break
+                if left:
+                    return
+
+    async def _opened(self, sha256: str, offset: int, stack: AsyncExitStack) -> Opened | Answer:
         try:
             async with asyncio.timeout(self._limits.source_seconds):
-                opened = await stack.enter_async_context(self._source.open(request.sha256, request.offset))
+                opened = await stack.enter_async_context(self._source.open(sha256, offset))
         except TimeoutError:
-            logger.warning("the source took too long to open %s", request.sha256)
+            logger.warning("the source took too long to open %s", sha256)
             return self._busy()
         except WarmseedError as error:
-            logger.warning("the source can't open %s: %s", request.sha256, printable(error))
+            logger.warning("the source can't open %s: %s", sha256, printable(error))
             return RefusedAnswer(instance=self._instance, reason="unavailable")
         if opened is None:
             self.stats.missed += 1

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from warmseed.seeding.channel.client import Description, SeedClient
 from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.errors import ChannelError, NoSource, PeerBusy, PeerUnreachable, PeerWarming
 from warmseed.seeding.channel.messages import DescribeRequest
+from warmseed.seeding.channel.ranges import Range, after
 
 __all__ = ["Patience", "SeedSources"]
 
@@ -84,19 +85,22 @@ class SeedSources:
 
     @asynccontextmanager
     async def fetch(
-        self, sha256: str, *, length: int, first: Endpoint | None = None
+        self, sha256: str, *, length: int, first: Endpoint | None = None, ranges: Sequence[Range] = ()
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """The `length` bytes of an object, from `first` and then the others; one that dies is resumed elsewhere.
 
-        The caller hashes: only the digest of the whole says that the bytes are right.
+        With `ranges` only their bytes, one after the other. The caller hashes: only the digest of the whole says
+        that the bytes are right.
 
         Raises:
             NoSource: while iterating: no source is left, the object is not complete.
         """
-        async with aclosing(self._chunks(sha256, length, first)) as chunks:
+        async with aclosing(self._chunks(sha256, length, first, ranges)) as chunks:
             yield chunks
 
-    async def _chunks(self, sha256: str, length: int, first: Endpoint | None) -> AsyncGenerator[bytes, None]:
+    async def _chunks(
+        self, sha256: str, length: int, first: Endpoint | None, ranges: Sequence[Range]
+    ) -> AsyncGenerator[bytes, None]:
         loop = asyncio.get_running_loop()
         begun = loop.time()
         left = sorted(self._peers, key=lambda peer: peer != first)
@@ -107,7 +111,7 @@ class SeedSources:
             for peer in list(left):
                 before = offset
                 try:
-                    async with self._client.fetch(peer, sha256, length=length, offset=offset) as chunks:
+                    async with self._rest(peer, sha256, length, ranges, offset) as chunks:
                         if chunks is None:
                             left.remove(peer)
                             continue
@@ -126,7 +130,19 @@ class SeedSources:
                         pauses.append(pause or self._spread(self._patience.pause_seconds))
             if left:
                 await asyncio.sleep(min(pauses))
-        raise NoSource(_summary(reasons, f"{sha256} stands at byte {offset} of {length}"), reasons=reasons)
+        wanted = sum(part.length for part in ranges) or length
+        raise NoSource(_summary(reasons, f"{sha256} stands at byte {offset} of {wanted}"), reasons=reasons)
+
+    def _rest(
+        self, peer: Endpoint, sha256: str, length: int, ranges: Sequence[Range], position: int
+    ) -> AbstractAsyncContextManager[AsyncIterator[bytes] | None]:
+        """What is missing when `position` bytes have come; asked for in the way that every peer knows, if it can be."""
+        if not ranges:
+            return self._client.fetch(peer, sha256, length=length, offset=position)
+        left = after(ranges, position)
+        if len(left) == 1 and left[0].end == length:
+            return self._client.fetch(peer, sha256, length=length, offset=left[0].offset)
+        return self._client.fetch_ranges(peer, sha256, left, length=length)
 
     def _pause(self, error: ChannelError, waited: float) -> float | None:
         """How long until it is worth asking again; `None` when it is not."""

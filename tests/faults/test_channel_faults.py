@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from tests.support.channel import (
     a_source,
     a_token,
     fetched,
+    fetched_parts,
     run,
     serving,
     until,
@@ -34,7 +36,8 @@ from warmseed.seeding.channel.errors import (
     PeerWarming,
 )
 from warmseed.seeding.channel.limits import ClientLimits, ServerLimits
-from warmseed.seeding.channel.source import Described, Warming
+from warmseed.seeding.channel.ranges import Range
+from warmseed.seeding.channel.source import Described, Opened, Warming
 from warmseed.seeding.channel.sources import Patience, SeedSources
 
 HASTY = ClientLimits(
@@ -148,6 +151,46 @@ def test_a_stream_that_is_cut_resumes_where_it_stopped_at_the_next_source() -> N
             async with sources.fetch(OBJECT_DIGEST, length=len(OBJECT)) as chunks:
                 assert b"".join([chunk async for chunk in chunks]) == OBJECT
             assert 0 < len(proxy.sent_to_mirror[0]) <= len(OBJECT) // 2
+
+    run(main())
+
+
+def test_parts_of_an_object_that_are_cut_go_on_in_the_middle_of_a_range_at_the_next_source() -> None:
+    ranges = [Range(100, 200_000), Range(400_000, 1), Range(500_000, 300_000), Range(1_000_000, 10)]
+    wanted = b"".join(OBJECT[part.offset : part.end] for part in ranges)
+
+    async def main() -> None:
+        token = a_token()
+        client = await a_client(token, limits=HASTY)
+        async with AsyncExitStack() as stack:
+            _, first = await stack.enter_async_context(serving(a_source(), [token]))
+            server, second = await stack.enter_async_context(serving(a_source(), [token]))
+            proxy = await stack.enter_async_context(chaos(first, to_mirror=Faults(cut_after=300_000)))
+            sources = SeedSources(client, [proxy.endpoint, second], Patience(wait_seconds=1))
+            async with sources.fetch(OBJECT_DIGEST, length=len(OBJECT), ranges=ranges) as chunks:
+                assert b"".join([chunk async for chunk in chunks]) == wanted
+            # A record of TLS that was cut is lost; everything before it is not asked for again.
+            assert server.counters()["payload_bytes"] <= len(wanted) - 300_000 + 32_000
+
+    run(main())
+
+
+def test_a_source_whose_object_goes_away_between_two_ranges_leaves_a_cut_stream() -> None:
+    async def main() -> None:
+        token, source = a_token(), a_source()
+        client = await a_client(token)
+        opened = source.open
+
+        @asynccontextmanager
+        async def once(sha256: str, offset: int) -> AsyncIterator[Opened | None]:
+            async with opened(sha256, offset) as found:
+                source.objects.clear()
+                yield found
+
+        source.open = once  # type: ignore[method-assign]
+        async with serving(source, [token]) as (_, peer):
+            with pytest.raises(PeerUnreachable, match="10 bytes before the end"):
+                await fetched_parts(client, peer, (0, 10), (20, 30))
 
     run(main())
 

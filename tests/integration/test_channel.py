@@ -16,6 +16,7 @@ from tests.support.channel import (
     a_source,
     a_token,
     fetched,
+    fetched_parts,
     run,
     serving,
     until,
@@ -33,6 +34,7 @@ from warmseed.seeding.channel.errors import (
     PeerWarming,
     SelfDialled,
 )
+from warmseed.seeding.channel.ranges import MOST_RANGES, Range
 from warmseed.seeding.channel.server import SeedServer
 from warmseed.seeding.channel.source import Described, Refused, Warming
 from warmseed.seeding.channel.streams import BulkReader
@@ -116,6 +118,70 @@ def test_an_object_of_another_length_than_the_manifest_says_is_refused_before_it
             with pytest.raises(AnswerMismatch) as caught:
                 await fetched(client, peer, OBJECT_DIGEST, length=len(OBJECT) + 1)
         assert caught.value.fields == ("length",)
+
+    run(main())
+
+
+def test_parts_of_an_object_come_in_one_exchange_and_nothing_but_them() -> None:
+    async def main() -> None:
+        token, end = a_token(), len(OBJECT)
+        client = await a_client(token)
+        for wanted in (
+            ((0, end),),
+            ((5, 6),),
+            ((0, 1), (end - 1, end)),
+            ((10, 300_000), (300_000, 300_001), (700_000, end)),
+            tuple((n * 4096 + 1, n * 4096 + 9) for n in range(MOST_RANGES)),
+        ):
+            async with serving(a_source(), [token]) as (server, peer):
+                expected = b"".join(OBJECT[start:end] for start, end in wanted)
+                assert await fetched_parts(client, peer, *wanted) == expected
+                await until(lambda: server.counters()["sessions"] == 0)
+                assert server.counters()["payload_bytes"] == len(expected)
+                assert server.counters()["accepted"] == 1
+
+    run(main())
+
+
+def test_a_range_that_ends_behind_the_object_is_refused_and_no_byte_sent() -> None:
+    async def main() -> None:
+        token, end = a_token(), len(OBJECT)
+        client = await a_client(token)
+        async with serving(a_source(), [token]) as (server, peer):
+            for last in ((end - 1, end + 1), (end, end + 1)):
+                with pytest.raises(PeerRefused) as caught:
+                    await fetched_parts(client, peer, (0, 10), last)
+                assert (caught.value.reason, caught.value.fields) == ("range", ("ranges",))
+            assert server.counters()["payload_bytes"] == 0
+            assert (
+                await fetched_parts(client, peer, (end + 1, end + 2)) is None
+            )  # a miss: not even its beginning is there
+            assert await fetched_parts(client, peer, (0, 1), sha256="00" * 32) is None
+
+    run(main())
+
+
+def test_parts_of_an_object_of_another_length_are_refused_before_their_first_byte() -> None:
+    async def main() -> None:
+        token = a_token()
+        client = await a_client(token)
+        async with serving(a_source(), [token]) as (_, peer):
+            with pytest.raises(AnswerMismatch) as caught:
+                async with client.fetch_ranges(peer, OBJECT_DIGEST, [Range(0, 1)], length=len(OBJECT) + 1):
+                    raise AssertionError("nothing is to be read")
+        assert caught.value.fields == ("length",)
+
+    run(main())
+
+
+def test_ranges_that_no_peer_would_take_are_not_sent() -> None:
+    async def main() -> None:
+        token = a_token()
+        client = await a_client(token)
+        async with serving(a_source(), [token]) as (server, peer):
+            with pytest.raises(ValueError, match="a range from byte 9 follows one that ends at 10"):
+                await fetched_parts(client, peer, (0, 10), (9, 11))
+            assert server.counters()["accepted"] == 0
 
     run(main())
 

@@ -12,6 +12,7 @@ from tests.support.channel import a_client, a_request, a_source, a_token, fetche
 
 from warmseed.blocking import run_blocking
 from warmseed.seeding.artifact import ArtifactKey
+from warmseed.seeding.bundle.delta import MAX_REQUESTS
 from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.errors import (
     AnswerMismatch,
@@ -34,6 +35,7 @@ from warmseed.seeding.channel.messages import (
     decode_request,
     encode,
 )
+from warmseed.seeding.channel.ranges import MOST_RANGES
 from warmseed.seeding.channel.tls import client_context, server_context, server_name
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.trust.token import Token
@@ -116,6 +118,46 @@ def test_a_malformed_request_is_a_typed_error(name: str) -> None:
     message = str(caught.value)
     assert len(message) < 400
     assert message.isprintable()
+
+
+def ranges(*pairs: object) -> bytes:
+    asked = {"request": "ranges", "instance": INSTANCE, "sha256": "a0" * 32, "ranges": pairs}
+    return json.dumps(asked, separators=(",", ":")).encode()
+
+
+def test_a_request_for_ranges_may_have_as_many_as_a_plan_makes() -> None:
+    far = 1 << 49
+    body = ranges(*([far + 2 * n, 1] for n in range(MOST_RANGES)))
+    assert encode(decode_request(body)) == body
+    assert len(body) < REQUEST_BYTES
+    assert MAX_REQUESTS <= MOST_RANGES
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ranges(),
+        ranges(*([2 * n, 1] for n in range(MOST_RANGES + 1))),
+        ranges([0, 10], [9, 1]),
+        ranges([0, 10], [0, 10]),
+        ranges([10, 10], [0, 10]),
+        ranges([0, 0]),
+        ranges([-1, 1]),
+        ranges([0, -1]),
+        ranges([0, (1 << 50) + 1]),
+        ranges([(1 << 50) + 1, 1]),
+        ranges([0, True]),
+        ranges([0, 1.0]),
+        ranges([0]),
+        ranges([0, 1, 2]),
+        ranges({"offset": 0, "length": 1}),
+        ranges("0-10"),
+        ranges([0, 10]).replace(b"[0,10]", b"[00,10]"),
+    ],
+)
+def test_ranges_that_are_too_many_empty_overlapping_or_out_of_order_are_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_request(body)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from warmseed.seeding.channel.client import SeedClient, new_instance
 from warmseed.seeding.channel.endpoint import Endpoint
 from warmseed.seeding.channel.limits import ClientLimits, ServerLimits
 from warmseed.seeding.channel.messages import DescribeRequest
+from warmseed.seeding.channel.ranges import Range
 from warmseed.seeding.channel.server import SeedServer
 from warmseed.seeding.channel.source import Described, Miss, Opened, SourceAnswer
 from warmseed.seeding.trust.token import Token, new_token, parse_token
@@ -120,6 +121,15 @@ async def a_client(*tokens: Token, limits: ClientLimits | None = None, instance:
 async def fetched(client: SeedClient, peer: Endpoint, sha256: str, *, length: int, offset: int = 0) -> bytes | None:
     """A whole object."""
     async with client.fetch(peer, sha256, length=length, offset=offset) as chunks:
+        return None if chunks is None else b"".join([chunk async for chunk in chunks])
+
+
+async def fetched_parts(
+    client: SeedClient, peer: Endpoint, *wanted: tuple[int, int], sha256: str = OBJECT_DIGEST
+) -> bytes | None:
+    """The bytes of ranges of `OBJECT`, each given by its first byte and the one behind its last."""
+    ranges = [Range(start, end - start) for start, end in wanted]
+    async with client.fetch_ranges(peer, sha256, ranges, length=len(OBJECT)) as chunks:
         return None if chunks is None else b"".join([chunk async for chunk in chunks])
 
 
