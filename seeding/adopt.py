@@ -23,6 +23,7 @@ from warmseed.seeding.bundle.index import INDEX_BYTES, read_index
 from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.errors import ArtifactRefused, CannotJudge
 from warmseed.seeding.kinds.base import HealsDisk, Installation, Kind, Overrulable, Site
+from warmseed.seeding.origins.deltas import part_path
 from warmseed.seeding.origins.origins import Origin, StoreOrigin
 from warmseed.seeding.origins.payload import prepare_staging, remove_staged
 from warmseed.seeding.trust.judge import Expected, Trust
@@ -375,10 +376,10 @@ class Adopter:
 
     async def _payload(self, origin: Origin, manifest: Manifest, index: bytes | None, files: list[Path]) -> Path:
         """The stored object: put together from what this node has of earlier bundles, or fetched whole."""
-        if index is not None and manifest.index is not None and manifest.stored is not None:
-            contents = await run_blocking(read_index, index, manifest.index)
+        if index is not None and (bound := manifest.index) is not None and (stored := manifest.stored) is not None:
+            contents = await run_blocking(read_index, index, bound)
             for store in self._stores:
-                path = await store.delta(contents, manifest.stored, state=self._state, folder=self._staging)
+                path = await store.delta(contents, stored, also=origin, state=self._state, folder=self._staging)
                 if path is not None:
                     files.append(path)
                     return path
@@ -394,6 +395,6 @@ class Adopter:
                 _log.info("origin=%s object=%s unavailable: %s", place.name, store_key, printable(error))
                 continue
             if path is not None:
-                files.append(path)
+                files += [path, part_path(self._staging, sha256)]  # the beginning of a delta that is needed no more
                 return path
         raise ArtifactRefused("missing", f"{store_key} is described but nowhere to be had")

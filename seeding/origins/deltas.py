@@ -1,4 +1,9 @@
-"""Fetches a bundle's stored object by its chunks, where this node has most of them already."""
+"""Fetches a bundle's stored object by its chunks, where this node has most of them already.
+
+What is missing comes from the shared stores and then from peers, by one way: a place that has the object is asked for
+all the missing pieces in one go, and where it stops, the next one goes on. Nothing is looked into before the whole has
+the digest that the manifest binds.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,24 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, runtime_checkable
 
 from warmseed.blocking import run_blocking
 from warmseed.seeding.artifact import bundle_key
 from warmseed.seeding.bundle.delta import REMOTE, Base, Piece, Plan, plan
 from warmseed.seeding.bundle.history import known_indexes
 from warmseed.seeding.bundle.index import BundleIndex
+from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.trust.manifest import Stored
 from warmseed.stores.base import ObjectInfo, ObjectReader
 from warmseed.stores.errors import StoreError
 
-__all__ = ["Delta", "RangedStore", "fetch_delta"]
+__all__ = ["Delta", "PieceSource", "RangedStore", "fetch_delta", "part_path"]
 
 PIECE = 1 << 20  # bytes
 WORTH = 0.8  # of the object: a delta that moves more is not worth its requests
@@ -33,9 +39,45 @@ _log = logging.getLogger(__name__)
 class RangedStore(Protocol):
     """What is asked of a store."""
 
+    @property
+    def name(self) -> str: ...
+
     def open(self, key: str, *, limit: int, offset: int = 0) -> AbstractAsyncContextManager[ObjectReader | None]: ...
 
     async def stat(self, key: str) -> ObjectInfo | None: ...
+
+
+@runtime_checkable
+class PieceSource(Protocol):
+    """A place that may have the object, or some of it."""
+
+    @property
+    def name(self) -> str:
+        """For logs."""
+        ...
+
+    def pieces(
+        self, key: str, stored: Stored, wanted: Sequence[Piece]
+    ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
+        """The bytes of the `wanted` pieces of the object, one after the other; they end early where it has no more.
+
+        Raises:
+            StoreError, ChannelError: when it can't be read; while iterating, too.
+        """
+        ...
+
+
+class _Tier:
+    """A shared store as a source of pieces, each read by its range."""
+
+    def __init__(self, store: RangedStore) -> None:
+        self._store = store
+        self.name = store.name
+
+    @asynccontextmanager
+    async def pieces(self, key: str, stored: Stored, wanted: Sequence[Piece]) -> AsyncIterator[AsyncIterator[bytes]]:
+        async with aclosing(_read(self._store, key, wanted)) as read:
+            yield read
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +85,13 @@ class Delta:
     """An object that was put together."""
 
     path: Path
-    moved: int  # bytes read from the store
+    moved: int  # bytes that were not on the disk
     total: int  # bytes of the object
+
+
+def part_path(folder: Path, sha256: str) -> Path:
+    """Where the beginning of the stored object with that digest is kept when a transfer is cut."""
+    return folder / f"part.{sha256[:32]}"
 
 
 async def fetch_delta(
@@ -55,19 +102,20 @@ async def fetch_delta(
     local: RangedStore,
     state: Path,
     folder: Path,
+    also: Sequence[PieceSource] = (),
     always: bool = False,
 ) -> Delta | None:
     """The stored object of `index` as a new file in `folder`, mostly from bundles in `local`; `None` if not worth it.
 
     `local` is the disk tier, which must not have the object; `tiers` are the shared ones, asked in order (a chain
-    would bring the whole object to the disk). Which earlier bundles there are is known from the indexes in `state`.
-    A transfer that is cut leaves its beginning in `folder`, and the next call goes on from
-    there. With `always` an object of which nothing is known is fetched too, so that it can be resumed.
+    would bring the whole object to the disk), and `also` those asked after them. Which earlier bundles there are is
+    known from the indexes in `state`. A transfer that is cut leaves its beginning in `folder`, and the next call goes
+    on from there. With `always` an object of which nothing is known is fetched too, so that it can be resumed.
 
     Raises:
         ArtifactRefused: ``digest``, ``length`` or ``missing``, when the pieces do not make the object that `stored`
             describes; a caller then fetches the whole object.
-        StoreError: when a store can't be read.
+        StoreError, ChannelError: when the last place that was asked can't be read.
         OSError: when the disk fails.
     """
     key = bundle_key(index.sha256)
@@ -77,14 +125,14 @@ async def fetch_delta(
     made = plan(index, bases)
     if made is None or made.total != stored.length:
         return None
-    part = _Part(folder / f"part.{stored.sha256[:32]}")
+    part = _Part(part_path(folder, stored.sha256))
     worth = always or made.moved <= WORTH * made.total
     if not worth and not await run_blocking(part.exists):
         return None
     have = await run_blocking(part.open, made.total)
     try:
         left = made.after(have)
-        await _assemble(left, key, keys, part, tiers=tiers, local=local)
+        await _assemble(made, key, stored, part, sources=[*map(_Tier, tiers), *also], local=_Local(local, keys))
         path = folder / f"delta.{secrets.token_hex(8)}"
         await run_blocking(part.finish, stored.sha256, path)
     finally:
@@ -162,44 +210,83 @@ class _Part:
             self._file = None
 
 
-async def _assemble(
-    left: Plan, key: str, keys: Sequence[str], part: _Part, *, tiers: Sequence[RangedStore], local: RangedStore
-) -> None:
-    for piece in left.pieces:
-        if piece.source == REMOTE:
-            await _from_tiers(tiers, key, piece, part)
-        else:
-            start = part.position
-            await _copy(local, keys[piece.source], piece, part)
-            if part.position - start != piece.length:
-                raise ArtifactRefused("missing", f"{keys[piece.source]} went away while pieces of it were read")
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """The earlier bundles on disk."""
+
+    store: RangedStore
+    keys: Sequence[str]  # by the number of their base
+
+    async def copy(self, piece: Piece, part: _Part) -> None:
+        """Append the bytes of `piece`."""
+        key = self.keys[piece.source]
+        async with aclosing(_read(self.store, key, [piece])) as read:
+            if not await _Stream(read).copy(piece.length, part):
+                raise ArtifactRefused("missing", f"{key} went away while pieces of it were read")
 
 
-async def _from_tiers(tiers: Sequence[RangedStore], key: str, piece: Piece, part: _Part) -> None:
-    """The piece from the first tier that has it; a tier that stops in the middle is followed by the next."""
-    start = part.position
-    failure: StoreError | None = None
-    for tier in tiers:
-        done = part.position - start
-        try:
-            await _copy(tier, key, Piece(REMOTE, piece.offset + done, piece.length - done), part)
-        except StoreError as error:
-            failure = error
-        if part.position - start == piece.length:
+class _Stream:
+    """What a source sends for several pieces, given out a piece at a time."""
+
+    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+        self._chunks = chunks
+        self._spare = b""  # bytes that came with the last ones of a piece
+
+    async def copy(self, length: int, part: _Part) -> bool:
+        """Append `length` bytes; whether there were as many."""
+        while length:
+            data = self._spare or await anext(self._chunks, b"")
+            if not data:
+                return False
+            await run_blocking(part.write, data[:length])
+            self._spare, length = data[length:], max(0, length - len(data))
+        return True
+
+
+async def _read(store: RangedStore, key: str, wanted: Sequence[Piece]) -> AsyncGenerator[bytes, None]:
+    """The bytes of the `wanted` pieces of an object, as far as `store` has them."""
+    for piece in wanted:
+        left = piece.length
+        async with store.open(key, limit=1 << 50, offset=piece.offset) as reader:
+            if reader is None:
+                return
+            async for data in reader:
+                yield data[:left]
+                left -= min(left, len(data))
+                if not left:
+                    break
+        if left:
             return
+
+
+async def _assemble(
+    made: Plan, key: str, stored: Stored, part: _Part, *, sources: Sequence[PieceSource], local: _Local
+) -> None:
+    """Do what `made` says, from where `part` stands; a source that stops in the middle is followed by the next."""
+    failure: StoreError | ChannelError | None = None
+    for source in sources or [_Tier(local.store)]:
+        try:
+            if await _fill(made.after(part.position), key, stored, part, source=source, local=local):
+                return
+        except (StoreError, ChannelError) as error:
+            failure = error
+        _log.info("%s stopped at byte %d of %d of %s", source.name, part.position, made.total, key)
     if failure is not None:
         raise failure
-    raise ArtifactRefused("missing", f"no tier has all of {key}")
+    raise ArtifactRefused("missing", f"nobody has all of {key}")
 
 
-async def _copy(store: RangedStore, key: str, piece: Piece, part: _Part) -> None:
-    """Append the bytes of `piece`, as many as `store` has."""
-    left = piece.length
-    async with store.open(key, limit=1 << 50, offset=piece.offset) as reader:
-        if reader is None:
-            return
-        async for data in reader:
-            await run_blocking(part.write, data[:left])
-            left -= min(left, len(data))
-            if not left:
-                return
+async def _fill(left: Plan, key: str, stored: Stored, part: _Part, *, source: PieceSource, local: _Local) -> bool:
+    """Whether everything that was `left` is there."""
+    wanted = [piece for piece in left.pieces if piece.source == REMOTE]
+    async with AsyncExitStack() as stack:
+        stream: _Stream | None = None
+        for piece in left.pieces:
+            if piece.source != REMOTE:
+                await local.copy(piece, part)
+                continue
+            if stream is None:  # not before: whoever sends has a deadline
+                stream = _Stream(await stack.enter_async_context(source.pieces(key, stored, wanted)))
+            if not await stream.copy(piece.length, part):
+                return False
+    return True

@@ -10,20 +10,24 @@ import hashlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
 from warmseed.blocking import run_blocking
 from warmseed.seeding.artifact import ArtifactKey, denial_key, object_key
+from warmseed.seeding.bundle.delta import Piece
 from warmseed.seeding.bundle.index import BundleIndex
 from warmseed.seeding.channel.client import Description, SeedClient
 from warmseed.seeding.channel.endpoint import Endpoint
+from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.channel.messages import DescribeRequest
+from warmseed.seeding.channel.ranges import Range
 from warmseed.seeding.channel.sources import Patience, SeedSources
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.origins.catalog import Catalog
-from warmseed.seeding.origins.deltas import fetch_delta
+from warmseed.seeding.origins.deltas import PieceSource, fetch_delta
 from warmseed.seeding.origins.payload import write_stream
 from warmseed.seeding.trust.dsse import ENVELOPE_BYTES
 from warmseed.seeding.trust.manifest import Manifest, Stored
@@ -84,15 +88,22 @@ class StoreOrigin:
         found = await self._chain.fetch_verified(store_key, sha256=sha256, length=length, into=into)
         return None if found is None else into
 
-    async def delta(self, index: BundleIndex, stored: Stored, *, state: Path, folder: Path) -> Path | None:
-        """The stored object of `index` as a new file, mostly from bundles this node has; `None`: fetch it whole."""
-        if self._chain.disk is None:
+    async def delta(
+        self, index: BundleIndex, stored: Stored, *, also: Origin, state: Path, folder: Path
+    ) -> Path | None:
+        """The stored object of `index` as a new file, mostly from bundles this node has; `None`: fetch it whole.
+
+        What the stores do not have of it comes from `also`, if that is asked for pieces.
+        """
+        local = self._chain.disk
+        if local is None:
             return None
+        peers = [also] if isinstance(also, PieceSource) else []
         try:
             delta = await fetch_delta(
-                index, stored, tiers=self._chain.tiers, local=self._chain.disk, state=state, folder=folder
+                index, stored, tiers=self._chain.tiers, local=local, also=peers, state=state, folder=folder
             )
-        except (ArtifactRefused, StoreError) as error:
+        except (ArtifactRefused, StoreError, ChannelError) as error:
             _log.info("bundle=%s fetched whole: %s", index.sha256[:12], error)
             return None
         return None if delta is None else delta.path
@@ -156,6 +167,19 @@ class PeerOrigin:
         first = described.peer if described is not None else None
         async with sources.fetch(sha256, length=length, first=first) as pieces:
             return await write_stream(pieces, folder, sha256=sha256, length=length)
+
+    @asynccontextmanager
+    async def pieces(self, key: str, stored: Stored, wanted: Sequence[Piece]) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Parts of the object from the peers; one that is lost on the way is followed by the next, or asked again.
+
+        Raises:
+            NoSource: while iterating: no peer is left that has it, or they are all too old to be asked for parts.
+        """
+        sources = SeedSources(self._client, self._peers, self._patience)
+        first = self._described.peer if self._described is not None else None
+        ranges = [Range(piece.offset, piece.length) for piece in wanted]
+        async with sources.fetch(stored.sha256, length=stored.length, first=first, ranges=ranges) as chunks:
+            yield chunks
 
 
 async def _once(data: bytes) -> AsyncIterator[bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,13 @@ from warmseed.seeding.artifact import bundle_key
 from warmseed.seeding.bundle.delta import REMOTE, Base, Piece, Plan, plan
 from warmseed.seeding.bundle.history import KEPT, known_indexes, remember_index
 from warmseed.seeding.bundle.index import BundleIndex
+from warmseed.seeding.channel.errors import PeerUnreachable
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.kinds.base import Capture
 from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind
 from warmseed.seeding.kinds.compiled.capture import Quiet
 from warmseed.seeding.kinds.compiled.inductor import InductorCache
-from warmseed.seeding.origins.deltas import fetch_delta
+from warmseed.seeding.origins.deltas import Delta, fetch_delta
 from warmseed.seeding.trust.manifest import Stored
 from warmseed.stores.base import Body, ObjectReader
 from warmseed.stores.disk import DiskStore
@@ -290,5 +291,106 @@ def test_an_object_that_is_gone_is_a_refusal_not_a_crash(tmp_path: Path) -> None
                 new.index, new.stored, tiers=[shared], local=disk, state=tmp_path, folder=tmp_path / "staging"
             )
         assert refused.value.reason == "missing"
+
+    asyncio.run(run())
+
+
+# -- and from peers ----------------------------------------------------------------------------------------
+
+
+class Peer:
+    """A source of pieces that has the whole object, and is lost after some bytes, once."""
+
+    name = "a peer"
+
+    def __init__(self, data: bytes, after: int = 1 << 60) -> None:
+        self.data, self.after, self.sent = data, after, 0
+        self.asked: list[tuple[Piece, ...]] = []
+
+    @asynccontextmanager
+    async def pieces(self, key: str, stored: Stored, wanted: Sequence[Piece]) -> AsyncIterator[AsyncIterator[bytes]]:
+        self.asked.append(tuple(wanted))
+        yield self._send(b"".join(self.data[piece.offset : piece.offset + piece.length] for piece in wanted))
+
+    async def _send(self, data: bytes) -> AsyncIterator[bytes]:
+        for start in range(0, len(data), 4096):
+            if self.sent >= self.after:
+                raise PeerUnreachable("the peer was lost")
+            self.sent += len(data[start : start + 4096])
+            yield data[start : start + 4096]
+
+
+def test_what_no_store_has_comes_from_a_peer_in_one_question(tmp_path: Path) -> None:
+    old, new = pair(tmp_path)
+
+    async def run() -> None:
+        disk, _ = await stores(tmp_path, old, new)
+        (tmp_path / "empty").mkdir()
+        empty, peer = FolderStore(tmp_path / "empty"), Peer(new.data)
+        found = await fetch_delta(
+            new.index, new.stored, tiers=[empty], local=disk, also=[peer], state=tmp_path, folder=tmp_path / "staging"
+        )
+        assert found is not None
+        assert found.path.read_bytes() == new.data
+        assert len(peer.asked) == 1
+        assert peer.sent == found.moved < 0.1 * found.total
+
+    asyncio.run(run())
+
+
+def test_a_peer_goes_on_where_a_store_stopped(tmp_path: Path) -> None:
+    old, new = pair(tmp_path, 0.3)
+
+    async def run() -> None:
+        disk, shared = await stores(tmp_path, old, new, after=100_000)
+        peer = Peer(new.data)
+        found = await fetch_delta(
+            new.index, new.stored, tiers=[shared], local=disk, also=[peer], state=tmp_path, folder=tmp_path / "staging"
+        )
+        assert found is not None
+        assert found.path.read_bytes() == new.data
+        assert shared.read + peer.sent == found.moved
+
+    asyncio.run(run())
+
+
+def test_what_a_lost_peer_sent_is_not_asked_for_again_by_a_later_call(tmp_path: Path) -> None:
+    old, new = pair(tmp_path, 0.3)
+
+    async def run() -> None:
+        disk, _ = await stores(tmp_path, old, new)
+        peer = Peer(new.data, after=100_000)
+
+        async def fetch() -> Delta | None:
+            folder = tmp_path / "staging"
+            return await fetch_delta(
+                new.index, new.stored, tiers=[], local=disk, also=[peer], state=tmp_path, folder=folder
+            )
+
+        with pytest.raises(PeerUnreachable):
+            await fetch()
+        peer.after = 1 << 60
+        found = await fetch()
+        assert found is not None
+        assert found.path.read_bytes() == new.data
+        whole = plan(new.index, [Base(old.index, len(old.data))])
+        assert whole is not None
+        assert peer.sent == whole.moved
+
+    asyncio.run(run())
+
+
+def test_a_bundle_of_nothing_but_known_chunks_needs_nobody(tmp_path: Path) -> None:
+    files = corpus()
+    old = bundle(tmp_path / "old", files)
+    same = bundle(tmp_path / "same", files)
+    index = msgspec.structs.replace(same.index, sha256="ab" * 32)  # another bundle that is made of the same chunks
+
+    async def run() -> None:
+        disk, _ = await stores(tmp_path, old, same)
+        found = await fetch_delta(index, same.stored, tiers=[], local=disk, state=tmp_path, folder=tmp_path / "staging")
+        assert found is not None
+        assert found.path.read_bytes() == same.data
+        assert found.moved == 0
 
     asyncio.run(run())
