@@ -1,7 +1,8 @@
 """The channel between daemons, beside vLLM 0.33's own seed.py, on one machine in one run.
 
-``python bench/d2d.py [--json] [--only one,clients,strangers,bundle,mirrors]``; with ``--json`` the last line is one
-JSON object. Sources run in processes of their own; every figure compared with another was measured in turns with it.
+``python bench/d2d.py [--json] [--only one,clients,strangers,bundle,mirrors,delta]``; with ``--json`` the last line is
+one JSON object. Sources run in processes of their own; every figure compared with another was measured in turns with
+it.
 
 A fetch of a table ends when it could be written to disk: for us with the bytes that came, their digest taken and their
 JSON parsed; for vLLM with the parsed JSON that came, serialised again, as its `install` does.
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import peer_vllm  # beside this file
+import releases
 from rich.console import Console
 from rich.table import Table
 
@@ -46,7 +48,7 @@ BUNDLE_BYTES = 1 << 30
 MIRROR_BUNDLE_BYTES = 5 << 20  # compiled caches of an H200 start, compressed
 BLOCK = 1 << 20
 BUNDLE, MIRROR_BUNDLE = "b1" * 32, "b2" * 32
-PARTS = ("one", "clients", "strangers", "bundle", "mirrors")
+PARTS = ("one", "clients", "strangers", "bundle", "mirrors", "delta")
 ROUNDS = 9
 FETCHES = 30
 
@@ -115,7 +117,10 @@ def serve_tls(token_file: Path, table: Path) -> None:
 @contextmanager
 def source(kind: str, token_file: Path, table: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     process = subprocess.Popen(
-        [sys.executable, __file__, "--serve", kind, str(token_file), str(table)], stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, "--serve", kind, str(token_file), str(table)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout is not None
@@ -123,8 +128,9 @@ def source(kind: str, token_file: Path, table: Path) -> Iterator[tuple[subproces
     finally:
         process.kill()
         process.wait(timeout=20)
-        if process.stdout is not None:
-            process.stdout.close()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 # ---------------------------------------------------------------- measurements
@@ -278,6 +284,13 @@ class Bench:
             self.figures["mirrors200_source_mib"] = high_water(process.pid)
             self.figures["source_idle_mib"] = before
 
+    async def delta(self) -> None:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            source("releases", self.token_file, Path(folder)) as (process, port),
+        ):
+            self.figures |= await releases.adopt_both(self.client, process, port)
+
 
 @contextmanager
 def silent(port: int, others: int, own: int) -> Iterator[None]:
@@ -344,8 +357,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16384), hard))
     if options.serve:
         kind, token_file, table = options.serve
-        if kind == "ours":
-            asyncio.run(serve_ours(Path(token_file), Path(table)))
+        if kind in ("ours", "releases"):
+            serve = serve_ours if kind == "ours" else releases.serve
+            asyncio.run(serve(Path(token_file), Path(table)))
         else:
             {"vllm": serve_vllm, "tls": serve_tls}[kind](Path(token_file), Path(table))
         return
