@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 import signal
 import subprocess
@@ -11,12 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.support.real_nodes import PATIENCE, RealNode, new_token
 from tests.support.tiny_model import BUCKET, tiny_model
 
 from warmseed.daemon.engines.torch import TorchEngine
 from warmseed.daemon.rank.fleet_keys import fleet_keys
+from warmseed.seeding.bundle.index import BundleIndex, write_index
 from warmseed.seeding.kinds.base import Site
 from warmseed.seeding.publish import Publisher
 from warmseed.seeding.trust.token import read_tokens
@@ -89,8 +92,10 @@ def killing_library(folder: Path) -> bytes:
     return library.read_bytes()
 
 
-def publish_poison(fleet: Fleet, store: Path, folder: Path, kernel: bytes) -> str:
+def publish_poison(fleet: Fleet, store: Path, folder: Path, kernel: bytes, *, whole: bool = True) -> str:
     """Publish A's caches once more, with `kernel` for each compiled kernel, as any holder of the token can.
+
+    One that is not `whole` has a Triton cache that fits no node, so whoever adopts it rehearses the rest.
 
     Returns:
         The digest of the payload.
@@ -103,6 +108,9 @@ def publish_poison(fleet: Fleet, store: Path, folder: Path, kernel: bytes) -> st
     assert kernels, "torch has renamed its kernels"
     for path in kernels:
         path.write_bytes(kernel)
+    if not whole:
+        layout.roots["triton"].mkdir()
+        (layout.roots["triton"] / "kernel.json").write_text("{}")
     site = Site(
         config_hash=identity.config_hash,
         config_factors=identity.factors,
@@ -117,6 +125,8 @@ def publish_poison(fleet: Fleet, store: Path, folder: Path, kernel: bytes) -> st
     (kind,) = engine.kinds()
     capture = kind.capture(site)
     assert capture is not None
+    if not whole:
+        capture = dataclasses.replace(capture, index=foreign_triton(capture.index or b""))
     tokens = read_tokens(file=fleet.token, arguments=(), environ={})
     keys, _ = fleet_keys(tokens, state, signing=None, trusted=())
 
@@ -131,6 +141,14 @@ def publish_poison(fleet: Fleet, store: Path, folder: Path, kernel: bytes) -> st
 
     assert asyncio.run(publish()) == 2
     return capture.sha256
+
+
+def foreign_triton(index: bytes) -> bytes:
+    """The index of a bundle whose Triton cache was made by another Triton."""
+    contents = msgspec.json.decode(index, type=BundleIndex)
+    record = contents.caches["triton"]
+    other = msgspec.structs.replace(record, environment={**record.environment, "triton": "0.0"})
+    return write_index(msgspec.structs.replace(contents, caches={**contents.caches, "triton": other}))[0]
 
 
 def denied(store: Path) -> list[str]:
@@ -198,6 +216,22 @@ def test_a_kernel_that_cannot_be_loaded_is_taken_back_like_one_that_kills(
     until(lambda: quarantined(b), b.said())
     assert failed.wait(PATIENCE) == 1
     assert "exited with 1" in b.said()
+
+
+def test_a_kernel_that_kills_the_rehearsing_engine_ends_no_start(
+    fleet: Fleet, started: list[RealNode], tmp_path: Path
+) -> None:
+    store = fleet.with_store("rehearsed")
+    publish_poison(fleet, store, tmp_path, killing_library(tmp_path), whole=False)
+    b = fleet.node("f", store)
+    started.append(b)
+    b.start()
+    said = b.said()
+    assert "rehearsal outcome=failed" in said
+    assert "died of SIGILL" in said
+    assert len(quarantined(b)) == 1
+    assert "published" not in said  # half a cache is nobody else's
+    assert denied(store) == []
 
 
 def killed_while_it_warms_up(node: RealNode) -> None:
