@@ -122,7 +122,7 @@ class Adopter:
                 return await self._known(kind, await self._expected(kind, site))
         except TimeoutError:
             _log.warning("kind=%s no manifest was found within %g s", kind.name, self._budget)
-        return None
+            return None
 
     async def _known(self, kind: Kind, expected: Expected) -> tuple[Manifest, bytes] | None:
         for store in self._stores:
@@ -140,8 +140,10 @@ class Adopter:
 
     async def _heal(self, kind: Kind, site: Site) -> None:
         """Local files that poison every start go first, so that they are neither found nor built upon."""
+        if not isinstance(kind, HealsDisk):
+            return
         try:
-            for line in await run_blocking(kind.heal, site) if isinstance(kind, HealsDisk) else ():
+            for line in await run_blocking(kind.heal, site):
                 _log.warning("kind=%s %s", kind.name, line)
         except OSError as error:
             _log.error("kind=%s a local file poisons every start and can't be moved: %s", kind.name, printable(error))
