@@ -135,8 +135,6 @@ def _warm_up(server: TorchEngine, module: torch.nn.Module, root: Path, *, elsewh
             raise WarmseedError(
                 f"{root} has no room for compiled code; free some or name another --cache-root"
             ) from None
-    import torch
-
     folder = Path(tempfile.mkdtemp(prefix="warmseed-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     print(
@@ -144,8 +142,7 @@ def _warm_up(server: TorchEngine, module: torch.nn.Module, root: Path, *, elsewh
         "some room or name another --cache-root",
         file=sys.stderr,
     )
-    os.environ.update(server.caches(folder).variables)
-    torch.compiler.reset()
+    server.start_over(folder)
     return server.warm_up(module)
 
 

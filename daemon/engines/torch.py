@@ -126,6 +126,15 @@ class TorchEngine:
         # A folder for each configuration: torch's caches mix all models of a folder, a bundle must not.
         return layout_below(cache_root / "torch" / self.identity().config_hash[:16])
 
+    def start_over(self, cache_root: Path) -> None:
+        """Compile anew below `cache_root`, as if this process had compiled nothing yet."""
+        import torch
+        from torch._inductor.utils import clear_inductor_caches
+
+        os.environ.update(self.caches(cache_root).variables)
+        torch.compiler.reset()
+        clear_inductor_caches()  # they remember where half-written kernels were to lie
+
     def kinds(self) -> Sequence[Kind]:
         from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind
         from warmseed.seeding.kinds.compiled.inductor import InductorCache
