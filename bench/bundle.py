@@ -1,7 +1,9 @@
 """Bundles against plain tar and zstd, and against b10-transfer, on one set of files in one run.
 
-Medians of several rounds, interleaved so that a busy moment hits all alike. Everything is durable when a clock
-stops: ours syncs the tree it wrote, the others run ``sync``. With ``--json`` the last line is one JSON object.
+Medians of several rounds, interleaved and in alternating order so that a busy moment hits all alike, and the
+spread of each ratio. Everything is durable when a clock stops: ours syncs the tree it wrote, the others run
+``sync``. Each round leaves about four times the size of the files on the disk until the end. With ``--json``
+the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -213,74 +215,91 @@ def torch_first_call(base: Path) -> dict[str, float]:
 
 
 def compare(base: Path, *, files: int, mib: int, rounds: int, b10: Path | None) -> dict[str, float]:
-    """Every figure of packing, unpacking, verifying and deltas."""
+    """Every figure of packing, unpacking, verifying and deltas.
+
+    Nothing is deleted before the end: for minutes after a deletion ext4 passes over the freed inodes one by one
+    for each new file, which made whoever came upon them two to three times slower.
+    """
     source = make_site(base / "source")
-    corpus = source.roots["inductor"]
-    write_corpus(corpus, files=files, total=mib << 20)
-    os.sync()
+    write_corpus(source.roots["inductor"], files=files, total=mib << 20)
     peer = b10_script(b10, base / "b10") if b10 else None
     times: dict[str, list[float]] = {}
-    archive = base / "plain.tar.zst"
-    capture, payload, envelope = None, base / "payload", b""
-    for number in range(rounds):
-
-        def add(name: str, seconds: float) -> None:
-            times.setdefault(name, []).append(seconds)
-
-        def pack() -> None:
-            nonlocal capture
-            capture = KIND.capture(source)
-
-        archive.unlink(missing_ok=True)
-        if capture is not None:
-            capture.payload.unlink()
-
-        add(
-            "tar_pack",
-            timed(lambda: shell(["tar", "-cf", "-", "-C", str(corpus), "."], ["zstd", "-1", "-q"], out=archive)),
-        )
-        add("pack", timed(pack))
-        if capture is None:
-            raise RuntimeError("nothing was captured")
-        shutil.copy(capture.payload, payload)
-        envelope = sign(capture, source)
-        os.sync()
-        out = base / f"tar{number}"
-        out.mkdir()
-        add(
-            "tar_unpack",
-            timed(lambda o=out: shell(["zstd", "-dcq"], ["tar", "-xf", "-", "-C", str(o)], source=archive)),
-        )
-        target = make_site(base / f"ours{number}")
-        add("unpack", timed(lambda t=target, c=capture, e=envelope: our_install(e, c, payload, t)))
-        shutil.rmtree(target.state)
-        os.sync()
-        if peer:
-            add("b10_pack", peer["create"](corpus))
-            add("b10_unpack", peer["extract"](base / f"b10out{number}"))
-            peer["clean"](base)
-        plain = base / "plain.tar"
-        with plain.open("wb") as sink:
-            subprocess.run(["zstd", "-dcq", str(payload)], stdout=sink, check=True)
-        add("verify", verification(envelope, capture, plain))
-        for folder in (out, base / f"ours{number}", base / f"b10out{number}"):
-            shutil.rmtree(folder, ignore_errors=True)
-        os.sync()
-    if capture is None or capture.index is None:
-        raise RuntimeError("nothing was captured")
-    median = {name: statistics.median(values) for name, values in times.items()}
-    result = {f"{name}_s": seconds for name, seconds in median.items()}
+    made = [_round(base / str(number), source, peer, number % 2 == 1, times) for number in range(rounds)]
+    if peer:
+        peer["clean"](base)
+    capture, archive = made[-1]
+    result = {f"{name}_s": statistics.median(values) for name, values in times.items()}
     result["stored_mib"] = (capture.stored.length if capture.stored else capture.length) / 2**20
     result["tar_zstd_mib"] = archive.stat().st_size / 2**20
-    result["pack_ratio_tar_zstd"] = median["pack"] / median["tar_pack"]
     result["load_average"] = os.getloadavg()[0]
-    result["unpack_ratio_tar_zstd"] = median["unpack"] / median["tar_unpack"]
-    result["verify_fraction"] = median["verify"] / median["unpack"]
+    result["verify_fraction"] = result["verify_s"] / result["unpack_s"]
+    result.update(_ratio("pack_ratio_tar_zstd", times["pack"], times["tar_pack"]))
+    result.update(_ratio("unpack_ratio_tar_zstd", times["unpack"], times["tar_unpack"]))
     if peer:
-        result["b10_pack_speedup"] = median["b10_pack"] / median["pack"]
-        result["b10_unpack_speedup"] = median["b10_unpack"] / median["unpack"]
+        result.update(_ratio("b10_pack_speedup", times["b10_pack"], times["pack"]))
+        result.update(_ratio("b10_unpack_speedup", times["b10_unpack"], times["unpack"]))
     result["delta_2pct_fraction"] = delta(capture, source)
     return result
+
+
+def _ratio(name: str, over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """The ratio of two medians, and the smallest and the largest ratio of any one round."""
+    each = [one / other for one, other in zip(over, under, strict=True)]
+    middle = statistics.median(over) / statistics.median(under)
+    return {name: middle, f"{name}_min": min(each), f"{name}_max": max(each)}
+
+
+def _round(
+    base: Path,
+    source: Site,
+    peer: dict[str, Callable[[Path], float]] | None,
+    backwards: bool,
+    times: dict[str, list[float]],
+) -> tuple[Capture, Path]:
+    """One measurement of everything, added to `times`; our capture and tar's archive.
+
+    Each clock starts with nothing left to write, and who goes first changes with `backwards`.
+    """
+    corpus, archive, payload, out = source.roots["inductor"], base / "tar.zst", base / "payload", base / "tar"
+    out.mkdir(parents=True)
+    captured: list[Capture] = []
+
+    def pack() -> None:
+        if (capture := KIND.capture(source)) is None:
+            raise RuntimeError("nothing was captured")
+        captured.append(capture)
+
+    def measure(works: dict[str, Callable[[], float]]) -> None:
+        for name in reversed(works) if backwards else works:
+            os.sync()
+            times.setdefault(name, []).append(works[name]())
+
+    packing: dict[str, Callable[[], float]] = {
+        "tar_pack": lambda: timed(
+            lambda: shell(["tar", "-cf", "-", "-C", str(corpus), "."], ["zstd", "-1", "-q"], out=archive)
+        ),
+        "pack": lambda: timed(pack),
+    }
+    if peer:
+        packing["b10_pack"] = lambda: peer["create"](corpus)
+    measure(packing)
+    capture = captured[0]
+    capture.payload.rename(payload)  # the next capture makes a file of its own
+    envelope = sign(capture, source)
+    unpacking: dict[str, Callable[[], float]] = {
+        "tar_unpack": lambda: timed(
+            lambda: shell(["zstd", "-dcq"], ["tar", "-xf", "-", "-C", str(out)], source=archive)
+        ),
+        "unpack": lambda: timed(lambda: our_install(envelope, capture, payload, make_site(base / "ours"))),
+    }
+    if peer:
+        unpacking["b10_unpack"] = lambda: peer["extract"](base / "b10")
+    measure(unpacking)
+    plain = base / "plain.tar"
+    with plain.open("wb") as sink:
+        subprocess.run(["zstd", "-dcq", str(payload)], stdout=sink, check=True)
+    times.setdefault("verify", []).append(verification(envelope, capture, plain))
+    return capture, archive
 
 
 def delta(capture: Capture, source: Site) -> float:
@@ -314,7 +333,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--files", type=int, default=3000)
     parser.add_argument("--mib", type=int, default=180)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-b10", action="store_true")
     parser.add_argument("--no-torch", action="store_true")
     options = parser.parse_args()

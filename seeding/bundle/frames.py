@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -39,10 +40,9 @@ LARGEST = 256 << 10  # bytes in the longest chunk
 # Two bytes that end a chunk in a large file: in machine code and random bytes they come once in about 64 KiB.
 NEEDLE = b"\x9b\x17"
 
-_VECTORS = 1024  # pieces in one `writev`; IOV_MAX of Linux
-_BATCH = 4 << 20  # bytes compressed by one task
-_AHEAD = 4  # batches in flight, so some 16 MiB wait in memory
-_THREADS = min(4, os.cpu_count() or 1)
+_BATCH = 2 << 20  # bytes hashed and compressed by one task
+_PACKERS = min(4, os.cpu_count() or 1)  # threads that hash and compress, each a batch of its own
+_AHEAD = 2 * _PACKERS  # batches that wait for them or for the disk
 
 
 def large_cuts(data: memoryview) -> Iterator[int]:
@@ -70,13 +70,13 @@ class _Packed:
 
     chunks: list[tuple[str, int, int]]  # id, length, length of the frame
     digests: dict[int, str]  # of the files that are whole in it
-    pieces: list[bytes]
-    frames: list[bytes | memoryview]
+    data: bytes  # the batch's part of the tar
+    frames: bytes  # the same, compressed
 
 
 def _pack(batch: Sequence[Sequence[_Part]]) -> _Packed:
     """Hash and compress a batch, in few large calls, so that threads do not queue for the interpreter."""
-    ids, digests = [], {}
+    ids, lengths, digests = [], [], {}
     for chunk in batch:
         name = hashlib.sha256()
         for part in chunk:
@@ -87,17 +87,22 @@ def _pack(batch: Sequence[Sequence[_Part]]) -> _Packed:
                 digests[part.file] = digest.hexdigest()
                 name.update(digest.digest())
         ids.append(name.hexdigest())
-    pieces = [b"".join([part.data for part in chunk]) for chunk in batch]
-    frames = _compress(pieces)
-    lengths = [(len(piece), len(frame)) for piece, frame in zip(pieces, frames, strict=True)]
-    return _Packed([(i, *both) for i, both in zip(ids, lengths, strict=True)], digests, pieces, frames)
+        lengths.append(sum([len(part.data) for part in chunk]))
+    data = b"".join([part.data for chunk in batch for part in chunk])
+    frames = _compress(data, lengths)
+    chunks = [(i, n, len(frame)) for i, n, frame in zip(ids, lengths, frames, strict=True)]
+    return _Packed(chunks, digests, data, b"".join(frames))
 
 
-def _compress(pieces: Sequence[bytes]) -> list[bytes | memoryview]:
+def _compress(data: bytes, lengths: Sequence[int]) -> list[bytes | memoryview]:
+    """One frame for each run of `data`, which have the `lengths` and follow one another."""
     compressor = zstandard.ZstdCompressor(level=LEVEL)
+    starts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
     if "multi_compress_to_buffer" not in zstandard.backend_features:
-        return [compressor.compress(piece) for piece in pieces]
-    made = compressor.multi_compress_to_buffer(list(pieces), threads=_THREADS)
+        view = memoryview(data)
+        return [compressor.compress(view[start : start + n]) for start, n in zip(starts, lengths, strict=True)]
+    bounds = array("Q", chain.from_iterable(zip(starts, lengths, strict=True)))
+    made = compressor.multi_compress_to_buffer(zstandard.BufferWithSegments(data, bounds.tobytes()))
     # Segments have the buffer protocol, which their stubs don't say; views of them save a copy.
     return [memoryview(cast("bytes", made[number])) for number in range(len(made))]
 
@@ -110,8 +115,8 @@ class FrameWriter:
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
-        # One thread each: batches are hashed and written in their order.
-        self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="warmseed-pack")
+        self._packers = ThreadPoolExecutor(max_workers=_PACKERS, thread_name_prefix="warmseed-pack")
+        # One thread: batches are hashed as parts of the whole, and written, in their order.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="warmseed-write")
         self._pending: deque[Future[_Packed]] = deque()
         self._large: dict[int, Future[str]] = {}  # digests of files that lie in several chunks
@@ -132,7 +137,7 @@ class FrameWriter:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._packer.shutdown(wait=True, cancel_futures=True)
+        self._packers.shutdown(wait=True, cancel_futures=True)
         self._writer.shutdown(wait=True, cancel_futures=True)
 
     def add(self, header: bytes, data: memoryview, padding: bytes) -> None:
@@ -194,7 +199,7 @@ class FrameWriter:
 
     def _submit(self) -> None:
         if self._batch:
-            self._pending.append(self._packer.submit(_pack, self._batch))
+            self._pending.append(self._packers.submit(_pack, self._batch))
             self._batch, self._batched = [], 0
         while len(self._pending) > _AHEAD:
             self._drain()
@@ -210,23 +215,11 @@ class FrameWriter:
             self._written.popleft().result()
 
     def _write(self, packed: _Packed) -> None:
-        for piece in packed.pieces:
-            self._hash.update(piece)
-        for frame in packed.frames:
-            self._stored.update(frame)
-        _write_all(self._out.fileno(), packed.frames)
+        self._hash.update(packed.data)
+        self._stored.update(packed.frames)
+        self._out.write(packed.frames)
+        self._out.flush()
         start_writeback(self._out.fileno())
-
-
-def _write_all(handle: int, pieces: Sequence[bytes | memoryview]) -> None:
-    """Write `pieces` in few system calls and without joining them."""
-    left = deque(memoryview(piece) for piece in pieces)
-    while left:
-        written = os.writev(handle, list(islice(left, _VECTORS)))
-        while left and written >= len(left[0]):
-            written -= len(left.popleft())
-        if written:
-            left[0] = left[0][written:]
 
 
 def compressed(path: Path) -> bool:

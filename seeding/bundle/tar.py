@@ -29,7 +29,11 @@ MEMBER_BYTES = 1 << 33  # bytes; what eleven octal digits of the classic header 
 _PAX_BYTES = 1088  # bytes in the longest PAX record a name can need
 
 _PLAIN = re.compile(r"[A-Za-z0-9._+@=-]+(?:/[A-Za-z0-9._+@=-]+)*")
+_SIZE = re.compile(rb"[0-7]{11}\0")
 _DOTS = re.compile(r"(?:^|/)\.{1,2}(?:/|$)")
+
+_END = bytes(100) + b"ustar\x0000" + bytes(247)  # of a header block, after its kind: the same in all
+_END_SUM = sum(_END) + sum(b" " * 8)
 
 Buffer = bytes | bytearray | memoryview
 
@@ -79,17 +83,9 @@ def check_name(name: str) -> str:
 
 def _block(name: bytes, mode: int, size: int, kind: bytes) -> bytes:
     """One ustar header block, as Python's `tarfile` writes it in PAX format."""
-    fields = b"%b%07o\0%07o\0%07o\0%011o\0%011o\0        %b%b" % (
-        name.ljust(100, b"\0"),
-        mode,
-        0,
-        0,
-        size,
-        0,
-        kind,
-        bytes(100) + b"ustar\x0000" + bytes(247),
-    )
-    return fields[:148] + b"%06o\0 " % sum(fields) + fields[156:]
+    start = b"%b%07o\0%07o\0%07o\0%011o\0%011o\0" % (name.ljust(100, b"\0"), mode, 0, 0, size, 0)
+    checksum = sum(start) + sum(kind) + _END_SUM  # as if the checksum's own field held spaces
+    return b"%b%06o\0 %b%b" % (start, checksum, kind, _END)
 
 
 def _pax(name: str) -> bytes:
@@ -132,7 +128,7 @@ def trailer(length: int) -> bytes:
 
 
 def _octal(raw: bytes) -> int:
-    if len(raw) != 12 or raw[11] != 0 or not all(0x30 <= c <= 0x37 for c in raw[:11]):
+    if not _SIZE.fullmatch(raw):
         _refuse("a size that is not eleven octal digits")
     return int(raw[:11], 8)
 
@@ -187,7 +183,7 @@ def members(data: Buffer) -> Iterator[Member]:
         offset = end + -size % BLOCK
         if offset > total:
             _refuse(f"it ends in the middle of {printable(name)!r}")
-        if any(data[end:offset]):
+        if bytes(data[end:offset]) != padding(size):
             _refuse(f"the padding of {printable(name)!r} is not zero")
         order.check(name)
         yield Member(name, size, executable, begin)
