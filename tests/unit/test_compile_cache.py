@@ -356,6 +356,20 @@ def test_a_bundle_counts_as_used_only_on_the_engines_own_evidence(
     assert verdict.per_cache == {"inductor": used}
 
 
+def test_notes_that_torch_writes_at_every_start_are_no_rebuild(source: Site, tmp_path: Path) -> None:
+    """Seen with vLLM on an H200: a graph that was loaded, seven of its notes written anew with other milliseconds."""
+    fill(source.roots["inductor"], {"ab/5f.best_config": b'{"time_taken_ms": 29}'})
+    target = make_site(tmp_path / "target")
+    installation = install(captured(source), source, target)
+    root = target.roots["inductor"]
+    fill(root, {"ab/5f.best_config": b'{"time_taken_ms": 31}', "cd/77.best_config": b"{}"})
+    (root / "ab/cab.so").read_bytes()
+    assert kind().judge(installation, Evidence(seconds=1.0), target).used
+    assert kind().present(target)
+    again = install(captured(source), source, target)
+    assert again.folder == installation.folder, "installed anew at every start for nothing"
+
+
 def test_an_installation_is_found_again_after_a_restart(source: Site, tmp_path: Path) -> None:
     target = make_site(tmp_path / "target")
     installation = install(captured(source), source, target)

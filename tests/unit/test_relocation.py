@@ -138,6 +138,22 @@ def test_an_aot_artifact_is_installed_only_at_the_root_it_names(tmp_path: Path) 
     assert "--cache-root" in installation.left_out["vllm"]
 
 
+def test_at_another_root_what_could_be_installed_is_judged_and_nothing_else(tmp_path: Path) -> None:
+    """vLLM compiles what was left out, and hits in what was not: that is use, and the reason tells what is missing."""
+    root = tmp_path / "source" / "cache" / "vllm"
+    _, target, _, installation = moved(tmp_path, VllmCache(), vllm_files(root))
+    here = target.roots["vllm"]
+    fill(here, {"0123456789/rank_0_0/backbone/artifact_compile_range_1": b"made here"})
+    unread = kind_of(VllmCache()).judge(installation, Evidence(seconds=1.0), target)
+    assert not unread.used
+    (here / "torch_aot_compile/ff/inductor_cache/fxgraph/a/b").read_bytes()
+    verdict = kind_of(VllmCache()).judge(installation, Evidence(seconds=1.0), target)
+    assert verdict.used
+    assert str(root) in verdict.reason
+    fill(here, {"torch_aot_compile/ff/inductor_cache/fxgraph/a/b": b"compiled again"})
+    assert not kind_of(VllmCache()).judge(installation, Evidence(seconds=1.0), target).used
+
+
 def test_at_the_same_root_the_whole_cache_of_this_rank_is_installed(tmp_path: Path) -> None:
     root = tmp_path / "source" / "cache" / "vllm"
     _, target, _, installation = moved(tmp_path, VllmCache(), vllm_files(root), same_root=True)

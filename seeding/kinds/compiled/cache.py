@@ -13,7 +13,7 @@ from warmseed.seeding.bundle.index import CacheRecord, FileRecord
 from warmseed.seeding.environment import UNKNOWN, Environment
 from warmseed.seeding.kinds.base import Site
 
-__all__ = ["CacheUse", "CompiledCache", "Placement", "everything"]
+__all__ = ["CacheUse", "CompiledCache", "Placement", "everything", "renewed"]
 
 # Left behind by every writer that locks or renames; loading one means waiting for a process that is gone.
 _TEMPORARY = re.compile(
@@ -21,6 +21,15 @@ _TEMPORARY = re.compile(
 )
 # Empty files of these types are what a crash leaves behind, and some loaders check existence only.
 _NEVER_EMPTY = (".so", ".cubin", ".o", ".json", ".ptx", ".py", ".cpp", ".cu")
+
+# Which tile sizes were fastest, and in how many milliseconds: torch measures some kernels at every start and notes what
+# it finds, also for a graph that it has loaded (AutotuneCache.save in torch/_inductor/runtime/autotune_cache.py).
+_NOTES = (".best_config",)
+
+
+def renewed(path: str) -> bool:
+    """Whether engines write the file at `path` again and again while they use a cache: no sign of a rebuild."""
+    return path.endswith(_NOTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,19 @@ from warmseed.seeding.bundle.trees import Tree, read_tree
 from warmseed.seeding.bundle.walk import Snapshot, open_folder, read_file, take_snapshot
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.kinds.base import Evidence, Installation, Site, Verdict
-from warmseed.seeding.kinds.compiled.cache import CacheUse, CompiledCache
+from warmseed.seeding.kinds.compiled.cache import CacheUse, CompiledCache, renewed
 
 __all__ = ["changed_files", "judge_caches"]
 
 
 def changed_files(tree: Tree, files: Mapping[str, str]) -> list[str]:
-    """Which of `files` (path in the tree -> SHA-256) have other bytes now, or are gone."""
+    """Which of `files` (path in the tree -> SHA-256) have other bytes now, or are gone; not those engines renew."""
     changed = []
     handles: dict[Path, int | None] = {}
     try:
         for path, digest in files.items():
+            if renewed(path):
+                continue
             folder, below = tree.where(path)
             if folder not in handles:
                 try:
@@ -46,7 +48,7 @@ def changed_files(tree: Tree, files: Mapping[str, str]) -> list[str]:
 def judge_caches(
     caches: Mapping[str, CompiledCache], installation: Installation, evidence: Evidence, site: Site
 ) -> Verdict:
-    """The verdict on every installed cache; the bundle was used when each of them was.
+    """The verdict on what is installed of every cache; the bundle was used when each of them was.
 
     Files are looked at where they are, so an adapter need not report them: rewritten files mean a rebuild,
     new ones a miss, and access times, where the mount keeps them, show what was read.
@@ -68,8 +70,11 @@ def judge_caches(
             if folder != name and name in site.roots:  # the engine's own root must have stayed as it was
                 built = _built_since(cache, site.roots[name], tree.path)
                 use = dataclasses.replace(use, appeared=[*use.appeared, *built])
+            absent = installation.left_out.get(name)
+            if absent is not None:  # what it stands for had to be compiled here, so new files say nothing
+                use = dataclasses.replace(use, appeared=())
             per_cache[name], reason = cache.used(use)
-            reasons.append(f"{name}: {reason}")
+            reasons.append(f"{name}: {reason}" + (f", but not all of it is here: {absent}" if absent else ""))
     used = bool(per_cache) and all(per_cache.values())
     return Verdict(used=used, reason="; ".join(reasons) or "no cache was installed", per_cache=per_cache)
 
@@ -84,7 +89,7 @@ def _use(cache: CompiledCache, tree: Tree, prefix: str, files: Mapping[str, str]
             name = prefix + base + path
             if name in files:
                 read += snapshot.atimes_ns[path] != found.mtime_ns
-            elif cache.counts(base + path):
+            elif cache.counts(base + path) and not renewed(path):
                 present.add(name)
     reported = {path for path in evidence.new_files if path.startswith(prefix)}
     return CacheUse(
