@@ -7,6 +7,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from warmseed.daemon.engines.vllm.inspection import inspected_here
 from warmseed.errors import ConfigurationError, printable
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def engine_config(arguments: EngineArgs, *, usage: Usage = "serve") -> VllmConfi
         ConfigurationError: vLLM refuses the combination, or the daemon can't serve it.
     """
     try:
-        config = arguments.create_engine_config(usage_context=usage_context(usage))
+        with inspected_here():
+            config = arguments.create_engine_config(usage_context=usage_context(usage))
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         raise ConfigurationError(f"vLLM refuses this configuration: {printable(error, limit=1000)}") from error
     check_config(config, daemon=True)

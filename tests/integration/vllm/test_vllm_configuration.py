@@ -47,6 +47,23 @@ def test_the_hash_is_that_of_the_same_flags_and_no_other(model: Path) -> None:
     assert identity(*BASE, "--max-num-batched-tokens", "1024") != first
 
 
+def test_a_new_nodes_daemon_starts_no_second_vllm_to_look_at_the_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That process imports everything again: half of the time until a daemon knows its configuration."""
+    from vllm.model_executor.models import registry
+
+    def second(inspect: object) -> None:
+        raise AssertionError("another process was started")
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(registry, "_run_in_subprocess", second)
+    registry._try_inspect_model_cls.cache_clear()
+    engine_config(parse_engine_arguments(["--model", str(model), *BASE]))
+    assert registry._run_in_subprocess is second, "vLLM's own way is back"
+    assert list((tmp_path / "modelinfos").iterdir()), "this node's engines do not find the answer"
+
+
 def test_the_factors_name_what_differs(model: Path) -> None:
     def factors(*flags: str) -> dict[str, str]:
         return dict(snapshot(engine_config(parse_engine_arguments(["--model", str(model), *flags]))).factors)
