@@ -2,7 +2,7 @@
 
 From 0.30 on, vLLM's methods declare it themselves (``supports_pre_processed_weights``). For the releases before, the
 list below is explicit: each entry was read in those releases' sources and its output compared bit for bit with a disk
-load (``bench/gpu/vllm_h200.py --parity``). Whatever is not in it is refused before the slow load.
+load (``bench/gpu/vllm_h200.py play --steps model,parity``). Whatever is not in it is refused before the slow load.
 """
 
 from __future__ import annotations
@@ -111,6 +111,20 @@ class _KvCacheScales(_Entry):
             for scale in ("k", "v"):
                 if hasattr(layer, f"_{scale}_scale_cpu"):
                     setattr(layer, f"_{scale}_scale_cpu", getattr(layer, f"_{scale}_scale").detach().cpu())
+        _restore_ranges(layer)
+
+
+def _restore_ranges(layer: Any) -> None:
+    """Up to 0.27, constants that are plain attributes: no tensor of the model, so neither mapped nor loaded."""
+    import torch
+
+    for name in ("q", "k", "v"):
+        if hasattr(layer, f"{name}_range"):
+            from vllm import envs
+
+            constant = getattr(envs, f"{name.upper()}_SCALE_CONSTANT")
+            device = getattr(layer, f"_{name}_scale").device
+            setattr(layer, f"{name}_range", torch.tensor(constant, dtype=torch.float32, device=device))
 
 
 class _Fp8Linear(_Entry):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,22 @@ def test_fp8_variants_that_repack_are_refused(flag: str) -> None:
     method = fp8()
     setattr(method, flag, True)
     assert not PROCESSED["Fp8LinearMethod"].accepts(method, layer(64, 64))
+
+
+def test_constants_that_no_checkpoint_holds_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no parameters and no buffers, so an engine's shell has them without memory."""
+    vllm, envs = ModuleType("vllm"), ModuleType("vllm.envs")
+    vars(envs).update(Q_SCALE_CONSTANT=200, K_SCALE_CONSTANT=200, V_SCALE_CONSTANT=100)
+    vars(vllm).update(envs=envs)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.envs", envs)
+    attention = SimpleNamespace()
+    for name in ("q", "k", "v"):
+        setattr(attention, f"{name}_range", torch.tensor(1.0, device="meta"))
+        setattr(attention, f"_{name}_scale", torch.tensor(0.5))
+    PROCESSED["Fp8KVCacheMethod"].finish(None, attention, lambda layer: pytest.fail("placeholders are used up"))
+    assert [float(getattr(attention, f"{name}_range")) for name in ("q", "k", "v")] == [200, 200, 100]
+    assert attention._k_scale_float == 0.5
 
 
 def test_processed_fp8_weights_are_not_processed_again() -> None:
