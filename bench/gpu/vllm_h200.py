@@ -237,8 +237,11 @@ class Play:
             shape["enforce_eager"] = True
         if self.tp > 1:
             shape["tensor_parallel_size"] = self.tp
+            # FlashInfer's fused all-reduce writes through multicast, which is off below: it ends in an illegal access.
+            shape["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
         # `LLM` and `vllm serve` choose different batch sizes; the daemon is told whose engines it has.
         node = Node(name, folder, self.model, (*extra, "--engine-usage", "llm"), shape=shape)
+        node.logs = self.work / "logs"
         # Multicast can put GPUs that others share out of service: off, whatever the machine's own default is.
         node.variables |= {
             "NCCL_NVLS_ENABLE": "0",
@@ -296,7 +299,7 @@ class Play:
         a = self._living(gpu)
         again = a.ask(prompts=PROMPTS, **a.loader(fallback=False))
         return {
-            "restart_init_s": again.init_s, "restart_import_s": again.import_s, "restart_tokens": again.tokens,
+            "restart_init_s": again.init_s, "restart_import_s": again.import_s, **_said("restart", again),
             "restart_mapped": again.mapped, "restart_parts": _parts(again.log), "restart_verdicts": a.verdicts(),
             "restart_ready_s": self._ready, "restart_phases": _phases(a), **_attach(again.log),
         }  # fmt: skip
@@ -304,7 +307,7 @@ class Play:
     def step_plain(self, gpu: int) -> dict[str, Any]:
         answer = self.node("A", self.canonical, gpu).ask(prompts=PROMPTS)
         return {
-            "plain_init_s": answer.init_s, "plain_import_s": answer.import_s, "plain_tokens": answer.tokens,
+            "plain_init_s": answer.init_s, "plain_import_s": answer.import_s, **_said("plain", answer),
             "plain_load_s": _seconds(answer.log), "plain_parts": _parts(answer.log),
         }  # fmt: skip
 
@@ -316,7 +319,7 @@ class Play:
         with self._daemon("D", folder, gpu, *self.token(), *source, "--no-rehearsal") as (d, ready):
             answer = d.ask(prompts=PROMPTS, **d.loader(fallback=False))
             return {
-                "peer_ready_s": ready, "peer_init_s": answer.init_s, "peer_tokens": answer.tokens,
+                "peer_ready_s": ready, "peer_init_s": answer.init_s, **_said("peer", answer),
                 "peer_phases": _phases(d), "peer_verdicts": d.verdicts(), "peer_lines": _evidence(answer.log),
             }  # fmt: skip
 
@@ -332,8 +335,8 @@ class Play:
             plain = self.node("A", self.canonical, gpu).ask(prompts=PROMPTS)
             return {
                 "retrain_refused": "FingerprintMismatch" in refused and "checkpoint" in refused,
-                "retrain_fell_back": answer.fell_back, "retrain_tokens": answer.tokens,
-                "retrain_plain_tokens": plain.tokens, "retrain_init_s": answer.init_s,
+                "retrain_fell_back": answer.fell_back, **_said("retrain", answer),
+                **_said("retrain_plain", plain), "retrain_init_s": answer.init_s,
                 "retrain_plain_init_s": plain.init_s, "fallback_extra_s": _spent(answer.log),
             }  # fmt: skip
         finally:
@@ -351,7 +354,7 @@ class Play:
         answer = a.ask(prompts=PROMPTS, **a.loader())
         return {
             "killed_answers_same": before == after, "killed_fell_back": answer.fell_back,
-            "killed_tokens": answer.tokens, "killed_extra_s": _spent(answer.log),
+            **_said("killed", answer), "killed_extra_s": _spent(answer.log),
         }  # fmt: skip
 
     def step_store(self, gpu: int) -> dict[str, Any]:
@@ -363,8 +366,8 @@ class Play:
             mapped = b.ask(prompts=PROMPTS, **b.loader(fallback=False))
             return {
                 "store_ready_s": ready, "store_phases": phases, "store_init_s": plain.init_s,
-                "store_tokens": plain.tokens, "store_mapped_init_s": mapped.init_s,
-                "store_mapped_tokens": mapped.tokens, "store_verdicts": b.verdicts(),
+                **_said("store", plain), "store_mapped_init_s": mapped.init_s,
+                **_said("store_mapped", mapped), "store_verdicts": b.verdicts(),
                 "store_parts": _parts(plain.log), "store_mapped_parts": _parts(mapped.log),
             }  # fmt: skip
 
@@ -378,7 +381,7 @@ class Play:
             plain = c.ask(prompts=PROMPTS)
             return {
                 "foreign_ready_s": ready, "foreign_phases": phases, "foreign_init_s": plain.init_s,
-                "foreign_tokens": plain.tokens, "foreign_lines": _evidence(plain.log),
+                **_said("foreign", plain), "foreign_lines": _evidence(plain.log),
                 "foreign_parts": _parts(plain.log),
             }  # fmt: skip
 
@@ -391,9 +394,10 @@ class Play:
         finally:
             node.stop()
         plain = node.ask(prompts=PROMPTS)
+        same = (mapped.tokens, mapped.logprobs) == (plain.tokens, plain.logprobs)
         return {
-            "parity": mapped.tokens == plain.tokens, "parity_mapped": mapped.mapped,
-            "parity_plain_unmapped": not plain.mapped, "parity_mapped_tokens": mapped.tokens,
+            "parity": same, "parity_mapped": mapped.mapped, "parity_plain_unmapped": not plain.mapped,
+            **_said("parity", mapped),
             "parity_fp8": "fp8" in mapped.log.lower(), "parity_load_s": _seconds(plain.log),
         }  # fmt: skip
 
@@ -450,6 +454,10 @@ def _rehearsed(node: Any) -> dict[str, Any]:
             said = json.loads(line[line.index("{") :])
             return {"empty_init_s": said["init_s"], "empty_import_s": said["import_s"]}
     return {"empty_init_s": None}
+
+
+def _said(step: str, answer: Any) -> dict[str, Any]:
+    return {f"{step}_tokens": answer.tokens, f"{step}_logprobs": answer.logprobs}
 
 
 def _attach(log: str) -> dict[str, float]:
@@ -536,10 +544,15 @@ def summary(figures: dict[str, Any]) -> dict[str, Any]:
     }
     holds = {name: value for name, value in figures.items() if isinstance(value, bool)}
     if "retrain_tokens" in figures:
-        holds["retrain_tokens_are_new"] = figures["retrain_tokens"] != reference
-        holds["retrain_tokens_are_plains"] = figures["retrain_tokens"] == figures["retrain_plain_tokens"]
+        holds["retrain_is_another_model"] = figures["retrain_logprobs"] != figures.get("plain_logprobs")
+        holds["retrain_is_the_new_model"] = figures["retrain_logprobs"] == figures["retrain_plain_logprobs"]
     return {
         "same_tokens": bool(same) and all(same.values()),
+        "same_logprobs": [
+            name.removesuffix("_logprobs")
+            for name in figures
+            if name.endswith("_logprobs") and figures[name] == figures.get("plain_logprobs")
+        ],
         "differing": [name for name, equal in same.items() if not equal],
         "broken": [name for name, kept in holds.items() if not kept],
         "within": {name: figures[name] <= limit for name, limit in LIMITS.items() if figures.get(name) is not None},

@@ -18,11 +18,13 @@ def main() -> None:
     imported = time.monotonic()
     engine = LLM(given["model"], **given["engine"])
     warm = time.monotonic()
-    greedy = SamplingParams(temperature=0.0, max_tokens=given["max_tokens"])
+    greedy = SamplingParams(temperature=0.0, max_tokens=given["max_tokens"], logprobs=1)
     answers = []
     for prompt in given["prompts"]:  # one by one: what is compared is the weights, not how a batch is cut
         (answer,) = engine.chat([{"role": "user", "content": prompt}], greedy, use_tqdm=False)
-        answers.append({"text": answer.outputs[0].text, "tokens": list(answer.outputs[0].token_ids)})
+        said = answer.outputs[0]
+        sure = [step[token].logprob for token, step in zip(said.token_ids, said.logprobs, strict=True)]
+        answers.append({"text": said.text, "tokens": list(said.token_ids), "logprobs": sure})
     seconds = {"import_s": imported - start, "init_s": warm - imported, "answer_s": time.monotonic() - warm}
     print(
         "\n" + json.dumps({"answers": answers, **{name: round(value, 3) for name, value in seconds.items()}}),

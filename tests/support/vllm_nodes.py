@@ -72,6 +72,11 @@ class Answer:
         return [answer["tokens"] for answer in self.answers]
 
     @property
+    def logprobs(self) -> list[list[float]]:
+        """How sure the engine was of each token: tells weights apart that say the same words."""
+        return [answer["logprobs"] for answer in self.answers]
+
+    @property
     def mapped(self) -> bool:
         return "from warmseed's weight cache daemon" in self.log
 
@@ -90,6 +95,7 @@ class Node:
     extra: Sequence[str] = ()  # of `warmseed preload`
     shape: dict[str, Any] = field(default_factory=lambda: dict(SHAPE))
     variables: dict[str, str] = field(default_factory=dict)
+    logs: Path | None = None  # where what its processes say outlives its folder
     daemon: subprocess.Popen[bytes] | None = None
     port: int = 0
 
@@ -118,7 +124,7 @@ class Node:
         command = [*WARMSEED, "preload", "--engine", "vllm", "--model", str(self.model)]
         command += ["--cache-root", str(self.cache_root), "--weight-cache-socket-dir", str(self.sockets)]
         command += ["--weight-cache-health-port", str(self.port), *self.extra, *flags(self.shape)]
-        with (self.folder / "daemon.log").open("ab") as log:
+        with self._daemon_log().open("ab") as log:
             self.daemon = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment)
         while not healthy(self.port):
             if self.daemon.poll() is not None:
@@ -154,9 +160,14 @@ class Node:
                 return found
             time.sleep(0.1)
 
+    def _daemon_log(self) -> Path:
+        folder = self.logs or self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{self.name}-daemon.log"
+
     def words(self, lines: int = 40) -> str:
         """The end of the daemon's log."""
-        text = (self.folder / "daemon.log").read_text(errors="replace")
+        text = self._daemon_log().read_text(errors="replace")
         return "\n".join(text.strip().splitlines()[-lines:])
 
     # Engines --------------------------------------------------------------------------------------
@@ -204,7 +215,8 @@ class Node:
             with contextlib.suppress(ProcessLookupError):  # its own group: engine core and workers
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-        with (self.folder / "engine.log").open("a") as out:
+        (self.logs or self.folder).mkdir(parents=True, exist_ok=True)
+        with ((self.logs or self.folder) / f"{self.name}-engine.log").open("a") as out:
             out.write(log)
         for line in reversed(log.splitlines()):
             if line.startswith('{"answers"'):
@@ -234,7 +246,7 @@ class Server:
         # Unpacked without an installer, vLLM has no script of its own.
         program = [str(vllm)] if vllm.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
         command = [*program, "serve", str(node.model), "--served-model-name", "m", "--host", "127.0.0.1"]
-        self._path = node.folder / "serve.log"
+        self._path = (node.logs or node.folder) / f"{node.name}-serve.log"
         with self._path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--port", str(self.port), *flags(engine)],
