@@ -104,6 +104,11 @@ class Judge:
             await self._seeds.quarantine(kind, adoption, site, reason)
             self._suspects.append((kind, adoption, reason))
 
+    async def on_stop(self) -> None:
+        """The daemon goes on purpose: what engines that still warm up would have shown is no evidence."""
+        for kind, adoption in self._in_use():
+            await self._seeds.part(adoption, self._sites[kind.name])
+
     def _in_use(self) -> list[tuple[Kind, Adoption]]:
         """What engines load that was not made here and that no engine of this daemon has warmed up on."""
         found = [(kind, self._adoptions.get(kind.name)) for kind in self._kinds]

@@ -281,8 +281,13 @@ class Seeds:
             "kind=%s generation=%d stays: %s; it is put down to something else once, taken back at the next such death",
             *(adoption.kind, manifest.generation, printable(reason)),
         )
-        await self._quietly(self._probation.part, manifest.sha256, _label(site))
+        await self.part(adoption, site)
         await self._record(adoption, site, "pardoned", reason)
+
+    async def part(self, adoption: Adoption, site: Site) -> None:
+        """Whatever engine was about to load an adopted artifact, its silence from now on means nothing."""
+        if adoption.manifest is not None:
+            await self._quietly(self._probation.part, adoption.manifest.sha256, _label(site))
 
     async def quarantine(self, kind: Kind, adoption: Adoption, site: Site, reason: str) -> None:
         """Take an artifact on trial back here: the next engine finds what was there before, or does the work."""

@@ -53,6 +53,9 @@ class Notes:
     async def met(self, adoption: Adoption, site: Site) -> None:
         self.told.append("met")
 
+    async def part(self, adoption: Adoption, site: Site) -> None:
+        self.told.append("parted")
+
     async def quarantine(self, kind: Kind, adoption: Adoption, site: Site, reason: str) -> None:
         self.told.append("quarantined")
         self.reasons.append(reason)
@@ -185,6 +188,8 @@ def heard(base: Path, *events: str, standing: str = "trial") -> Notes:
         for event in events:
             if event == "attaches":
                 await judge.on_attached()
+            elif event == "stop":
+                await judge.on_stop()
             elif event == "reports":
                 await judge.on_report(report())
             else:
@@ -239,6 +244,11 @@ def test_what_engines_of_this_rank_have_proven_survives_one_crash_and_not_a_seco
 
 def test_an_engine_that_ends_cleanly_without_a_warmup_accuses_nobody(tmp_path: Path) -> None:
     assert heard(tmp_path, "exits", "exits").told == []
+
+
+def test_a_daemon_that_is_stopped_while_an_engine_warms_up_leaves_no_suspicion(tmp_path: Path) -> None:
+    assert heard(tmp_path, "attaches", "stop").told == ["met", "parted"]
+    assert heard(tmp_path, "attaches", "reports", "stop").told == ["met"]
 
 
 def test_an_engine_that_has_warmed_up_may_die_as_it_likes(tmp_path: Path) -> None:
