@@ -74,3 +74,19 @@ def test_a_checkpoint_changed_in_place_is_noticed(node: Node) -> None:
     assert after.fell_back
     assert "fields=checkpoint" in after.log
     assert after.tokens != before.tokens
+
+
+def test_an_engine_that_copies_owns_its_weights_and_the_daemon_lets_go_of_them(tmp_path: Path) -> None:
+    node = Node("copied", tmp_path / "node", smollm2(), ("--no-rehearsal",), shape=EAGER)
+    node.start()
+    try:
+        copied = node.ask(prompts=ONE, **node.loader(mode="copy", fallback=False))
+        assert copied.mapped
+        assert "(copy mode)" in copied.log
+        late = node.ask(prompts=ONE, **node.loader())
+    finally:
+        node.stop()
+    assert late.fell_back
+    assert "reason=released" in late.log
+    assert copied.tokens == late.tokens
+    assert copied.logprobs == late.logprobs
