@@ -3,7 +3,8 @@
     .venv-vllm/bin/python bench/vllm_cpu.py [--json] [--work DIR]
 
 Needs the environment that ``.ci/install-vllm`` builds; ten minutes on two quiet cores. With ``--json`` the last line
-is one JSON object. The AOT artifact of vllm-cpu 0.32 never loads, so ``used`` is false there, and says why.
+is one JSON object. The seeded node has another cache root, where the AOT artifact of 0.32 can't work and is left out
+(on a CPU it would not load anyway): ``used`` is about the rest, and ``used_reason`` says so.
 """
 
 from __future__ import annotations

@@ -91,11 +91,12 @@ def test_a_node_with_another_root_starts_from_the_store_alone(story: Story) -> N
     assert answer_of(story.seeded).mapped
 
 
-def test_the_verdict_names_the_cache_that_vllm_did_not_use(story: Story) -> None:
-    """On a CPU, 0.32 never loads an AOT artifact and compiles again: installed is not used, and is not called so."""
+def test_the_verdict_is_on_what_could_be_put_there_and_names_what_could_not(story: Story) -> None:
+    """Before 0.33 an AOT artifact works only at its own root: vLLM makes it anew, and hits in the rest."""
     (verdict,) = [v for v in story.verdicts if v["kind"] == "compile_cache"]
-    assert not verdict["used"]
-    assert verdict["reason"].startswith("vllm: ")
+    assert verdict["used"]
+    assert "AOT files work only at" in verdict["reason"]
+    assert "/a/cache/vllm" in verdict["reason"]
 
 
 def test_a_stopped_node_leaves_no_socket(story: Story) -> None:
