@@ -15,18 +15,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, NamedTuple, cast
 
 import zstandard
 
-from warmseed.seeding.bundle.files import start_writeback
+from warmseed.seeding.bundle.files import holds, start_writeback
 from warmseed.seeding.bundle.index import Chunk
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.trust.manifest import Stored
 
-__all__ = ["MAGIC", "FrameWriter", "compressed", "expand", "expand_into", "large_cuts"]
+__all__ = ["MAGIC", "FrameWriter", "Place", "compressed", "expand", "expand_into"]
 
 MAGIC = b"\x28\xb5\x2f\xfd"  # RFC 8878, 3.1.1
 WINDOW = 1 << 27  # bytes; the largest zstd window a reader accepts, so a frame can't ask for gigabytes
@@ -40,69 +40,91 @@ LARGEST = 256 << 10  # bytes in the longest chunk
 # Two bytes that end a chunk in a large file: in machine code and random bytes they come once in about 64 KiB.
 NEEDLE = b"\x9b\x17"
 
-_BATCH = 2 << 20  # bytes hashed and compressed by one task
+_BATCH = 4 << 20  # bytes of the tar in one piece of memory, hashed and compressed by one task
 _PACKERS = min(4, os.cpu_count() or 1)  # threads that hash and compress, each a batch of its own
 _AHEAD = 2 * _PACKERS  # batches that wait for them or for the disk
 
 
-def large_cuts(data: memoryview) -> Iterator[int]:
-    """Where the bytes of a large file are cut: after the needle, between `TARGET` and `LARGEST` apart."""
-    start, size = 0, len(data)
-    while size - start > LARGEST:
-        window = bytes(data[start + TARGET : start + LARGEST])
-        found = window.find(NEEDLE)
-        start += TARGET + found + len(NEEDLE) if found >= 0 else LARGEST
+def large_cuts(memory: bytearray, start: int, end: int) -> Iterator[int]:
+    """Where a large file in `memory` is cut: after the needle, between `TARGET` and `LARGEST` apart."""
+    while end - start > LARGEST:
+        # The needle's first byte is in no text, and a search for a single byte sees that many times as fast.
+        found = memory.find(NEEDLE[:1], start + TARGET, start + LARGEST)
+        if found >= 0:
+            found = memory.find(NEEDLE, found, start + LARGEST)
+        start = found + len(NEEDLE) if found >= 0 else start + LARGEST
         yield start
-    yield size
+    yield end
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A run of bytes of a chunk."""
+class Place(NamedTuple):
+    """Memory in which one file of the tar can be read. It is no part of the tar before `FrameWriter.add`."""
 
-    data: bytes | memoryview
-    file: int = -1  # its number, where the run is all of a file
+    memory: bytearray
+    start: int
+    size: int
+    header: bytes
+    padding: bytes
+
+    @property
+    def view(self) -> memoryview:
+        """Room for the file's bytes and for one more, which shows a reader that the file has grown."""
+        return memoryview(self.memory)[self.start : self.start + self.size + 1]
+
+    def holds(self, needle: bytes) -> bool:
+        """Whether `needle` stands in the file's bytes."""
+        return holds(self.memory, self.start, self.size, needle)
+
+
+class _File(NamedTuple):
+    """Where a file's bytes lie in memory."""
+
+    number: int
+    start: int
+    end: int
+
+
+class _Chunk(NamedTuple):
+    """Where the bytes of a chunk lie in memory, and the files whose digests stand for them in its id."""
+
+    start: int
+    end: int
+    files: Sequence[_File]
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
     """What became of a batch of chunks."""
 
-    chunks: list[tuple[str, int, int]]  # id, length, length of the frame
+    ids: list[str]
     digests: dict[int, str]  # of the files that are whole in it
-    data: bytes  # the batch's part of the tar
-    frames: bytes  # the same, compressed
+    frames: list[memoryview]
 
 
-def _pack(batch: Sequence[Sequence[_Part]]) -> _Packed:
+def _pack(memory: bytearray, batch: Sequence[_Chunk]) -> _Packed:
     """Hash and compress a batch, in few large calls, so that threads do not queue for the interpreter."""
-    ids, lengths, digests = [], [], {}
+    view = memoryview(memory)
+    ids, digests = [], {}
     for chunk in batch:
-        name = hashlib.sha256()
-        for part in chunk:
-            if part.file < 0:
-                name.update(part.data)
-            else:
-                digest = hashlib.sha256(part.data)
-                digests[part.file] = digest.hexdigest()
-                name.update(digest.digest())
+        name, at = hashlib.sha256(), chunk.start
+        for file in chunk.files:
+            digest = hashlib.sha256(view[file.start : file.end])
+            digests[file.number] = digest.hexdigest()
+            name.update(view[at : file.start])
+            name.update(digest.digest())
+            at = file.end
+        name.update(view[at : chunk.end])
         ids.append(name.hexdigest())
-        lengths.append(sum([len(part.data) for part in chunk]))
-    data = b"".join([part.data for chunk in batch for part in chunk])
-    frames = _compress(data, lengths)
-    chunks = [(i, n, len(frame)) for i, n, frame in zip(ids, lengths, frames, strict=True)]
-    return _Packed(chunks, digests, data, b"".join(frames))
+    return _Packed(ids, digests, _compress(view, batch))
 
 
-def _compress(data: bytes, lengths: Sequence[int]) -> list[bytes | memoryview]:
-    """One frame for each run of `data`, which have the `lengths` and follow one another."""
+def _compress(view: memoryview, batch: Sequence[_Chunk]) -> list[memoryview]:
+    """One frame for each chunk of the batch."""
     compressor = zstandard.ZstdCompressor(level=LEVEL)
-    starts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
     if "multi_compress_to_buffer" not in zstandard.backend_features:
-        view = memoryview(data)
-        return [compressor.compress(view[start : start + n]) for start, n in zip(starts, lengths, strict=True)]
-    bounds = array("Q", chain.from_iterable(zip(starts, lengths, strict=True)))
-    made = compressor.multi_compress_to_buffer(zstandard.BufferWithSegments(data, bounds.tobytes()))
+        return [memoryview(compressor.compress(view[chunk.start : chunk.end])) for chunk in batch]
+    bounds = array("Q", chain.from_iterable((chunk.start, chunk.end - chunk.start) for chunk in batch))
+    made = compressor.multi_compress_to_buffer(zstandard.BufferWithSegments(view, bounds.tobytes()))
     # Segments have the buffer protocol, which their stubs don't say; views of them save a copy.
     return [memoryview(cast("bytes", made[number])) for number in range(len(made))]
 
@@ -110,7 +132,9 @@ def _compress(data: bytes, lengths: Sequence[int]) -> list[bytes | memoryview]:
 class FrameWriter:
     """Writes a tar as frames, and remembers its digests and chunks. Use as a context manager.
 
-    Hashing and compression run on other cores; what waits for them is bounded.
+    The tar is built in a few pieces of memory that are used again and again: files are read to where they are
+    hashed and compressed, so bytes are not copied on the way. Hashing and compression run on other cores; what
+    waits for them is bounded.
     """
 
     def __init__(self, out: BinaryIO) -> None:
@@ -118,13 +142,14 @@ class FrameWriter:
         self._packers = ThreadPoolExecutor(max_workers=_PACKERS, thread_name_prefix="warmseed-pack")
         # One thread: batches are hashed as parts of the whole, and written, in their order.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="warmseed-write")
-        self._pending: deque[Future[_Packed]] = deque()
-        self._large: dict[int, Future[str]] = {}  # digests of files that lie in several chunks
-        self._written: deque[Future[None]] = deque()
-        self._parts: list[_Part] = []  # of the chunk being collected
-        self._size = 0
-        self._batch: list[list[_Part]] = []
-        self._batched = 0
+        self._writing: deque[tuple[Future[None], bytearray]] = deque()  # with the memory that each reads
+        self._large: list[Future[None]] = []  # digests of files that lie in several chunks
+        self._idle: list[bytearray] = []
+        self._memory = bytearray()
+        self._end = 0  # of the tar in this memory
+        self._start = 0  # of the chunk being collected
+        self._collected: list[_File] = []  # its files
+        self._whole: list[_Chunk] = []  # chunks that stand before it in this memory
         self._hash = hashlib.sha256()
         self._offset = 0
         self._stored = hashlib.sha256()
@@ -140,84 +165,109 @@ class FrameWriter:
         self._packers.shutdown(wait=True, cancel_futures=True)
         self._writer.shutdown(wait=True, cancel_futures=True)
 
-    def add(self, header: bytes, data: memoryview, padding: bytes) -> None:
-        """One file of the tar: its header, its bytes, its padding. `data` must stay as it is until `finish`."""
-        number, self._files = self._files, self._files + 1
-        whole = len(header) + len(data) + len(padding)
-        if self._size >= SMALL and (self._size + whole > TARGET or zlib.crc32(header) & 7 == 0):
-            self._cut()
-        self._append(_Part(header))
-        if len(data) <= LARGE:
-            self._append(_Part(data, number))
-            self._append(_Part(padding))
+    def place(self, header: bytes, size: int, padding: bytes) -> Place:
+        """Where a file of `size` bytes can be read that is to stand between this `header` and `padding`.
+
+        It is good until the next call of a method; a file that could not be read is just not added.
+        """
+        needed = len(header) + size + max(1, len(padding))
+        if self._end + needed > len(self._memory):
+            self._turn(needed)
+        start = self._end + len(header)
+        self._memory[self._end : start] = header
+        return Place(self._memory, start, size, header, padding)
+
+    def add(self, place: Place) -> None:
+        """Make the file that was read into `place`, the latest one, a part of the tar."""
+        collected, number = self._end - self._start, self._files
+        end = place.start + place.size
+        after = end + len(place.padding)
+        if collected >= SMALL and (collected + after - self._end > TARGET or zlib.crc32(place.header) & 7 == 0):
+            self._cut(self._end)
+        self._memory[end:after] = place.padding
+        self._files += 1
+        self.length += after - self._end
+        self._end = after
+        if place.size <= LARGE:
+            self._collected.append(_File(number, place.start, end))
             return
-        self._large[number] = self._writer.submit(lambda: hashlib.sha256(data).hexdigest())
-        start = 0
-        for end in large_cuts(data):
-            self._append(_Part(data[start:end]))
-            start = end
-            if end == len(data):
-                self._append(_Part(padding))
-            self._cut()
+        # On the thread that writes this memory's batches after it, so the bytes are still there.
+        self._large.append(self._writer.submit(self._digest, self._memory, _File(number, place.start, end)))
+        for cut in large_cuts(self._memory, place.start, end):
+            self._cut(after if cut == end else cut)
 
     def finish(self, trailer: bytes) -> str:
         """Write the end; the SHA-256 of the whole uncompressed tar."""
-        self._append(_Part(trailer))
-        self._cut()
+        self.place(trailer, 0, b"")
+        self._end += len(trailer)
+        self.length += len(trailer)
+        self._cut(self._end)
         self._submit()
-        while self._pending:
-            self._drain()
-        while self._written:
-            self._written.popleft().result()
+        while self._writing:
+            self._wait()
+        for digested in self._large:
+            digested.result()
         return self._hash.hexdigest()
 
     @property
     def digests(self) -> list[str]:
         """The SHA-256 of every file, in the order in which they were added; once `finish` has returned."""
-        large = {number: future.result() for number, future in self._large.items()}
-        return [large[number] if number in large else self._digests[number] for number in range(self._files)]
+        return [self._digests[number] for number in range(self._files)]
 
     @property
     def stored(self) -> Stored:
         """What a manifest says of the frames written."""
         return Stored(encoding="zstd", sha256=self._stored.hexdigest(), length=self._offset)
 
-    def _append(self, part: _Part) -> None:
-        if len(part.data) or part.file >= 0:
-            self._parts.append(part)
-            self._size += len(part.data)
-            self.length += len(part.data)
+    def _cut(self, end: int) -> None:
+        """End the chunk being collected."""
+        self._whole.append(_Chunk(self._start, end, self._collected))
+        self._start, self._collected = end, []
 
-    def _cut(self) -> None:
-        if not self._size:
-            return
-        self._batch.append(self._parts)
-        self._batched += self._size
-        self._parts, self._size = [], 0
-        if self._batched >= _BATCH:
-            self._submit()
+    def _turn(self, needed: int) -> None:
+        """Have the whole chunks packed, and go on in other memory, with the chunk being collected at its start."""
+        rest, moved = bytes(memoryview(self._memory)[self._start : self._end]), self._start
+        self._submit()
+        if len(rest) + needed > _BATCH:
+            self._memory = bytearray(len(rest) + needed)  # for this one file
+        else:
+            self._memory = self._idle.pop() if self._idle else bytearray(_BATCH)
+        self._memory[: len(rest)] = rest
+        self._start, self._end = 0, len(rest)
+        self._collected = [_File(f.number, f.start - moved, f.end - moved) for f in self._collected]
 
     def _submit(self) -> None:
-        if self._batch:
-            self._pending.append(self._packers.submit(_pack, self._batch))
-            self._batch, self._batched = [], 0
-        while len(self._pending) > _AHEAD:
-            self._drain()
+        batch: list[_Chunk] = []
+        for number, chunk in enumerate(self._whole, 1):
+            batch.append(chunk)
+            # Only memory made for one very large file holds more than a batch.
+            if chunk.end - batch[0].start >= _BATCH or number == len(self._whole):
+                packing = self._packers.submit(_pack, self._memory, batch)
+                task = self._writer.submit(self._write, self._memory, batch, packing)
+                self._writing.append((task, self._memory))
+                batch = []
+            while len(self._writing) > _AHEAD:
+                self._wait()
+        self._whole = []
 
-    def _drain(self) -> None:
-        packed = self._pending.popleft().result()
-        for name, length, stored in packed.chunks:
-            self.chunks.append(Chunk(name, length, self._offset, stored))
-            self._offset += stored
+    def _wait(self) -> None:
+        task, memory = self._writing.popleft()
+        task.result()
+        if len(memory) == _BATCH:  # and so of this batch only; larger memory was made for one file
+            self._idle.append(memory)
+
+    def _digest(self, memory: bytearray, file: _File) -> None:
+        self._digests[file.number] = hashlib.sha256(memoryview(memory)[file.start : file.end]).hexdigest()
+
+    def _write(self, memory: bytearray, batch: Sequence[_Chunk], packing: Future[_Packed]) -> None:
+        self._hash.update(memoryview(memory)[batch[0].start : batch[-1].end])
+        packed = packing.result()
         self._digests.update(packed.digests)
-        self._written.append(self._writer.submit(self._write, packed))
-        while len(self._written) > _AHEAD:
-            self._written.popleft().result()
-
-    def _write(self, packed: _Packed) -> None:
-        self._hash.update(packed.data)
-        self._stored.update(packed.frames)
-        self._out.write(packed.frames)
+        for name, chunk, frame in zip(packed.ids, batch, packed.frames, strict=True):
+            self.chunks.append(Chunk(name, chunk.end - chunk.start, self._offset, len(frame)))
+            self._offset += len(frame)
+            self._stored.update(frame)
+            self._out.write(frame)
         self._out.flush()
         start_writeback(self._out.fileno())
 

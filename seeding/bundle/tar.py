@@ -33,7 +33,10 @@ _SIZE = re.compile(rb"[0-7]{11}\0")
 _DOTS = re.compile(r"(?:^|/)\.{1,2}(?:/|$)")
 
 _END = bytes(100) + b"ustar\x0000" + bytes(247)  # of a header block, after its kind: the same in all
-_END_SUM = sum(_END) + sum(b" " * 8)
+_MODES = {mode: b"%07o\0%07o\0%07o\0" % (mode, 0, 0) for mode in (0, 0o644, 0o755)}  # with the owner and the group
+_MTIME = b"%011o\0" % 0
+# What the bytes that are the same in all blocks of a mode add up to, as if the checksum's own field held spaces.
+_SUMS = {mode: sum(owned) + sum(_MTIME) + sum(_END) + sum(b" " * 8) for mode, owned in _MODES.items()}
 
 Buffer = bytes | bytearray | memoryview
 
@@ -83,9 +86,9 @@ def check_name(name: str) -> str:
 
 def _block(name: bytes, mode: int, size: int, kind: bytes) -> bytes:
     """One ustar header block, as Python's `tarfile` writes it in PAX format."""
-    start = b"%b%07o\0%07o\0%07o\0%011o\0%011o\0" % (name.ljust(100, b"\0"), mode, 0, 0, size, 0)
-    checksum = sum(start) + sum(kind) + _END_SUM  # as if the checksum's own field held spaces
-    return b"%b%06o\0 %b%b" % (start, checksum, kind, _END)
+    length = b"%011o\0" % size
+    checksum = sum(name) + sum(length) + sum(kind) + _SUMS[mode]
+    return b"%b%b%b%b%06o\0 %b%b" % (name.ljust(100, b"\0"), _MODES[mode], length, _MTIME, checksum, kind, _END)
 
 
 def _pax(name: str) -> bytes:
@@ -195,10 +198,11 @@ def members(data: Buffer) -> Iterator[Member]:
 class Order:
     """What the names so far allow the next one to be."""
 
-    __slots__ = ("_folded", "_previous")
+    __slots__ = ("_folded", "_folder", "_previous")
 
     def __init__(self) -> None:
         self._previous = b""
+        self._folder = ""  # of the name before; most names share it
         self._folded: dict[str, str] = {}  # case-folded file or folder -> its spelling, "" for a file
 
     def check(self, name: str) -> None:
@@ -211,12 +215,19 @@ class Order:
         if raw <= self._previous:
             _refuse(f"{printable(name)!r} stands out of order or twice")
         self._previous = raw
-        parts = name.split("/")
-        for depth in range(1, len(parts)):
-            folder = "/".join(parts[:depth])
-            if self._folded.setdefault(folder.casefold(), folder) != folder:
-                _refuse(f"{printable(folder)!r} is both a file and a folder, or spelled in two ways")
+        folder = name.rpartition("/")[0]
+        if folder != self._folder:
+            self._enter(folder)
         folded = name.casefold()
         if folded in self._folded:
             _refuse(f"{printable(name)!r} is another name's file or folder, or differs from it only by case")
         self._folded[folded] = ""
+
+    def _enter(self, path: str) -> None:
+        """Remember the folder `path` and those it lies in."""
+        parts = path.split("/")
+        for depth in range(1, len(parts) + 1):
+            folder = "/".join(parts[:depth])
+            if self._folded.setdefault(folder.casefold(), folder) != folder:
+                _refuse(f"{printable(folder)!r} is both a file and a folder, or spelled in two ways")
+        self._folder = path

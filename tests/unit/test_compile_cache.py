@@ -152,6 +152,9 @@ def test_a_cache_that_never_rests_is_left_for_a_later_start(source: Site) -> Non
 
 def test_a_file_that_changes_while_it_is_read_fails_the_capture(source: Site) -> None:
     class Rewriting(InductorCache):
+        def examines(self, path: str) -> bool:
+            return True
+
         def captured(self, path: str, data: bytes, roots: object) -> bytes:
             fill(source.roots["inductor"], {"ab/cab.py": b"print(2)\n"})
             return data
@@ -160,6 +163,19 @@ def test_a_file_that_changes_while_it_is_read_fails_the_capture(source: Site) ->
         CompileCacheKind([Rewriting()], quiet=FAST).capture(source)
     assert refused.value.reason == "busy"
     assert list((source.state / "compiled" / "captured").iterdir()) == []
+
+
+@pytest.mark.parametrize("late", [0, 8, 10, 5000])
+def test_a_file_that_grows_or_shrinks_before_it_is_read_fails_the_capture(source: Site, late: int) -> None:
+    class Resizing(InductorCache):
+        def refuses(self, path: str, size: int) -> str | None:
+            os.truncate(source.roots["inductor"] / "ab/cab.py", late)
+            return None
+
+    assert len(FILES["ab/cab.py"]) == 9
+    with pytest.raises(ArtifactRefused, match="changed while it was read") as refused:
+        CompileCacheKind([Resizing()], quiet=FAST).capture(source)
+    assert refused.value.reason == "busy"
 
 
 # -- the switch ----------------------------------------------------------------------------------------

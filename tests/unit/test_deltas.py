@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -68,6 +69,30 @@ def bundle(base: Path, files: dict[str, bytes]) -> Made:
 def assembled(made: Plan, sources: list[bytes], remote: bytes) -> bytes:
     parts = [(remote if p.source == REMOTE else sources[p.source])[p.offset : p.offset + p.length] for p in made.pieces]
     return b"".join(parts)
+
+
+def test_equal_files_give_the_chunks_that_earlier_versions_gave(tmp_path: Path) -> None:
+    """Chunks cut in another way would make every node fetch its next bundle whole."""
+    rng = random.Random(5)
+    files = {f"{n % 8:x}/{n:03d}.so": rng.randbytes(int(rng.lognormvariate(9.0, 1.5))) for n in range(300)}
+    sizes = (0, 1, 511, 512, 513, (16 << 10) - 512, 64 << 10, 128 << 10, (128 << 10) + 1, 256 << 10, 2_096_640, 5 << 20)
+    files.update({f"edge/{size:08d}": rng.randbytes(size) for size in sizes})
+    files["uncut/zeros"] = bytes(3_000_000)
+    files["long/" + "n" * 120] = rng.randbytes(2000)
+    files["left\\out"] = rng.randbytes(40_000)
+    files["ab/__grp__k.json"] = b'{"child_paths": {}}'
+    made = bundle(tmp_path, files)
+    assert len(made.index.files) == len(files) - 1
+    # The frames are left out: another release of the zstd library may make others.
+    laid = [
+        made.index.sha256,
+        *(f.sha256 for f in made.index.files),
+        *(f"{c.id} {c.length}" for c in made.index.chunks),
+    ]
+    assert (
+        hashlib.sha256("\n".join(laid).encode()).hexdigest()
+        == "3ee0cd7d09d409118ca96b3d7cbcd972443ace2a066daed31b1b0e34f3f05f36"
+    )
 
 
 def test_two_changed_files_in_a_hundred_move_less_than_a_tenth(tmp_path: Path) -> None:

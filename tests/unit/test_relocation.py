@@ -129,6 +129,15 @@ def vllm_files(root: Path) -> dict[str, bytes]:
     }
 
 
+def test_a_blank_list_of_compiled_graphs_is_not_captured(tmp_path: Path) -> None:
+    site = make_site(tmp_path, caches=("vllm",))
+    blank = "0123456789/rank_0_0/backbone/vllm_compile_cache.py"
+    fill(site.roots["vllm"], {**vllm_files(site.roots["vllm"]), blank: b" \n"})
+    capture = kind_of(VllmCache()).capture(site)
+    assert capture is not None
+    assert set(capture.left_out) == {f"vllm/{blank}"}
+
+
 def test_an_aot_artifact_is_installed_only_at_the_root_it_names(tmp_path: Path) -> None:
     root = tmp_path / "source" / "cache" / "vllm"
     _, target, _, installation = moved(tmp_path, VllmCache(), vllm_files(root))

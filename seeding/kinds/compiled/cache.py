@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +15,9 @@ from warmseed.seeding.kinds.base import Site
 __all__ = ["CacheUse", "CompiledCache", "Placement", "everything", "renewed"]
 
 # Left behind by every writer that locks or renames; loading one means waiting for a process that is gone.
-_TEMPORARY = re.compile(
-    r".*\.(?:lock|tmp|temp|partial)|.*~|tmp\..*|\.tmp.*|\.nfs.*|locks|__pycache__|\.warmseed-.*", re.DOTALL
-)
+_TEMPORARY_ENDS = (".lock", ".tmp", ".temp", ".partial", "~")
+_TEMPORARY_STARTS = ("tmp.", ".tmp", ".nfs", ".warmseed-")
+_TEMPORARY_FOLDERS = ("/locks", "/__pycache__")
 # Empty files of these types are what a crash leaves behind, and some loaders check existence only.
 _NEVER_EMPTY = (".so", ".cubin", ".o", ".json", ".ptx", ".py", ".cpp", ".cu")
 
@@ -93,7 +92,9 @@ class CompiledCache(ABC):
 
     def skips(self, path: str) -> bool:
         """Whether the file or folder at `path` below the root is no part of the cache."""
-        return _TEMPORARY.fullmatch(path, path.rfind("/") + 1) is not None
+        if path.endswith(_TEMPORARY_ENDS) or path.startswith(_TEMPORARY_STARTS, path.rfind("/") + 1):
+            return True
+        return f"/{path}".endswith(_TEMPORARY_FOLDERS)
 
     def counts(self, path: str) -> bool:
         """Whether a new file at `path` below the root shows that something was compiled."""
@@ -105,8 +106,12 @@ class CompiledCache(ABC):
             return "empty: its writer was interrupted"
         return None
 
+    def examines(self, path: str) -> bool:
+        """Whether `captured` must see the file at `path`; any other travels as it is, or not at all."""
+        return False
+
     def captured(self, path: str, data: bytes, roots: Iterable[Path]) -> bytes:
-        """What a bundle holds of a file: its bytes, or a spelling of them that is the same on every node.
+        """What a bundle holds of a file that `examines` picks: its bytes, or the same spelled alike on every node.
 
         Raises:
             ValueError: when the file must not travel; the message says why.

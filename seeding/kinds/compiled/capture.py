@@ -12,9 +12,17 @@ from pathlib import Path
 from warmseed.errors import printable
 from warmseed.seeding.artifact import bundle_key
 from warmseed.seeding.bundle import tar
-from warmseed.seeding.bundle.frames import FrameWriter
+from warmseed.seeding.bundle.frames import FrameWriter, Place
 from warmseed.seeding.bundle.index import BundleIndex, CacheRecord, FileRecord, write_index
-from warmseed.seeding.bundle.walk import FileReader, Found, Snapshot, open_folder, take_snapshot, wait_until_quiet
+from warmseed.seeding.bundle.walk import (
+    FileReader,
+    Found,
+    Snapshot,
+    check_size,
+    open_folder,
+    take_snapshot,
+    wait_until_quiet,
+)
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.kinds.base import Capture, Site
@@ -81,23 +89,38 @@ class _Bundle:
             self.left_out[printable(name)] = reason
             return
         try:
-            tar.check_name(name)
-            self._order.check(name)
-            raw = source.reader.read(path)
-            data = source.cache.captured(path, raw, source.paths)
+            check_size(name, found.size)
+            place = self._read(source, path, name, found)
         except ValueError as error:
             self.left_out[printable(name)] = str(error)
             return
+        except FileNotFoundError as error:
+            raise ArtifactRefused("busy", f"{printable(name)!r} went away while it was read") from error
         except (ArtifactRefused, OSError) as error:
-            if isinstance(error, FileNotFoundError) or getattr(error, "reason", "") == "busy":
-                raise ArtifactRefused("busy", f"{printable(name)!r} went away while it was read") from error
+            if getattr(error, "reason", "") == "busy":
+                raise
             self.left_out[printable(name)] = printable(error)
             return
-        if len(raw) != found.size:
-            raise ArtifactRefused("busy", f"{printable(name)!r} changed while it was read")
-        executable = bool(found.mode & 0o100)
-        self._frames.add(tar.header(name, len(data), executable=executable), memoryview(data), tar.padding(len(data)))
-        self._added.append((name, len(data), found, self._holds_a_root(data)))
+        self._frames.add(place)
+        self._added.append((name, place.size, found, self._holds_a_root(place)))
+
+    def _read(self, source: _Source, path: str, name: str, found: Found) -> Place:
+        """The file's bytes, or the cache's own spelling of them, at their place in the tar."""
+        if source.cache.examines(path):
+            data = source.reader.read(path)
+            _check_unchanged(name, len(data), found)
+            data = source.cache.captured(path, data, source.paths)
+            place = self._place(name, len(data), found)
+            place.view[: len(data)] = data
+        else:
+            place = self._place(name, found.size, found)
+            _check_unchanged(name, source.reader.read_into(path, place.view), found)
+        return place
+
+    def _place(self, name: str, size: int, found: Found) -> Place:
+        header = tar.header(name, size, executable=bool(found.mode & 0o100))
+        self._order.check(name)
+        return self._frames.place(header, size, tar.padding(size))
 
     def records(self) -> tuple[FileRecord, ...]:
         """The index's entries, once the frames are finished."""
@@ -116,10 +139,15 @@ class _Bundle:
     def __len__(self) -> int:
         return len(self._added)
 
-    def _holds_a_root(self, data: bytes) -> bool:
-        if self._common and self._common not in data:
+    def _holds_a_root(self, place: Place) -> bool:
+        if self._common and not place.holds(self._common):
             return False
-        return any(needle in data for needle in self._needles)
+        return any(place.holds(needle) for needle in self._needles)
+
+
+def _check_unchanged(name: str, size: int, found: Found) -> None:
+    if size != found.size:
+        raise ArtifactRefused("busy", f"{printable(name)!r} changed while it was read")
 
 
 def capture_bundle(
@@ -202,14 +230,15 @@ def _write(
                 bundle.left_out.update(
                     {printable(source.name(path)): why for path, why in refused if source.name(path) not in linked}
                 )
+            # Everything is read by now; the last batches are packed and written meanwhile.
+            for source in sources:
+                if take_snapshot(source.folder, source.skips) != source.snapshot:
+                    raise ArtifactRefused(
+                        "busy", f"cache {source.cache.name} changed while it was read; captured at a later start"
+                    )
             digest = frames.finish(tar.trailer(frames.length))
         out.flush()
         os.fsync(out.fileno())
-    for source in sources:
-        if take_snapshot(source.folder, source.skips) != source.snapshot:
-            raise ArtifactRefused(
-                "busy", f"cache {source.cache.name} changed while it was read; captured at a later start"
-            )
     if not len(bundle):
         return None
     index = BundleIndex(

@@ -24,6 +24,9 @@ class InductorCache(CompiledCache):
     also = ("cxx", "device", "compute_capability", "cuda", "cpu_threads")
     device_bound = True  # generated wrappers call get_raw_stream(<index>)
 
+    def examines(self, path: str) -> bool:
+        return groups.is_group(path)
+
     def captured(self, path: str, data: bytes, roots: Iterable[Path]) -> bytes:
         return groups.to_relative(path, data, roots)  # Triton's own files may lie below this root
 

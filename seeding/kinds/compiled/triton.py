@@ -22,6 +22,9 @@ class TritonCache(CompiledCache):
     needs = ("machine", "glibc", "python_abi", "torch", "triton")
     also = ("cxx", "device", "compute_capability", "cuda")
 
+    def examines(self, path: str) -> bool:
+        return groups.is_group(path)
+
     def captured(self, path: str, data: bytes, roots: Iterable[Path]) -> bytes:
         return groups.to_relative(path, data, roots)
 

@@ -19,6 +19,7 @@ from warmseed.seeding.kinds.compiled.cache import CacheUse, CompiledCache, Place
 
 __all__ = ["VllmCache"]
 
+_GRAPHS = "vllm_compile_cache.py"  # names the compiled graphs beside it
 _RANK = re.compile(r"(?:^|/)rank_(\d+)_(\d+)(?=/|$)")
 _MOVABLE = frozenset({"inductor_cache", "triton_cache"})
 _RELOCATABLE = (0, 33)  # the first vLLM whose artifacts name their files relative to their folder
@@ -34,8 +35,11 @@ class VllmCache(CompiledCache):
     also = ("cxx", "device", "compute_capability", "cuda", "cpu_threads")
     device_bound = True
 
+    def examines(self, path: str) -> bool:
+        return groups.is_group(path) or path.endswith(_GRAPHS)
+
     def captured(self, path: str, data: bytes, roots: Iterable[Path]) -> bytes:
-        if path.endswith("vllm_compile_cache.py") and not data.strip():
+        if path.endswith(_GRAPHS) and not data.strip():
             raise ValueError("empty: vLLM would fail on it at the next start")
         return groups.to_relative(path, data, roots)
 
