@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import logging
 import os
@@ -66,6 +68,8 @@ def install(
     root.setLevel(level)
     if out is None:  # Python sets sys.stderr to None when the file was closed at its start
         return
+    atexit.unregister(_let_go)
+    atexit.register(_let_go, out)
     handler = _Handler(out)
     if form == "json":
         handler.setFormatter(JsonFormatter())
@@ -83,3 +87,14 @@ def _plain(value: object) -> str:
         return f"{value:.3f}"
     text = str(value)
     return text if text and not any(c.isspace() or c in '"=' for c in text) else json.dumps(text)
+
+
+def _let_go(stream: TextIO) -> None:
+    """Drop what `stream` could not write, or Python ends with 120 whatever this process wanted to end with."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

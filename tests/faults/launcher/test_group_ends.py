@@ -157,7 +157,14 @@ def test_closed_standard_files_do_not_matter(tmp_path: Path, closed: str) -> Non
     assert not wait_until_gone(tmp_path)
 
 
-def test_reader_of_the_log_that_goes_away_does_not_end_the_daemons(tmp_path: Path) -> None:
+@pytest.mark.parametrize("buffered", [True, False])
+def test_reader_of_the_log_that_goes_away_does_not_end_the_daemons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffered: bool
+) -> None:
+    if buffered:
+        monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     launcher = start_toys(
         toy_config(tmp_path, {"target-1": {"at": "serving", "do": "exit 6"}, "pace": 0.02}, tensor_parallel_size=2),
         stderr=subprocess.PIPE,
