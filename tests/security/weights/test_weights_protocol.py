@@ -179,7 +179,7 @@ def lying_daemon(folder: Path, act: Callable[[socket.socket], None]) -> Iterator
                 accepted.settimeout(20)
                 head = accepted.recv(8, socket.MSG_WAITALL)
                 accepted.recv(struct.unpack("!4sI", head)[1], socket.MSG_WAITALL)
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the engine has heard enough and hung up
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the engine has hung up
                     act(accepted)
 
         thread = threading.Thread(target=work)
