@@ -18,14 +18,12 @@ from typing import Literal
 from warmseed.blocking import run_blocking
 from warmseed.errors import WarmseedError, printable
 from warmseed.seeding.adoption import Adoption, Candidate, Refusal
-from warmseed.seeding.artifact import ArtifactKey, object_key
-from warmseed.seeding.bundle.index import INDEX_BYTES, read_index
+from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.errors import ArtifactRefused, CannotJudge
 from warmseed.seeding.kinds.base import HealsDisk, Installation, Kind, Overrulable, Site
-from warmseed.seeding.origins.deltas import part_path
+from warmseed.seeding.origins.fetcher import Fetcher
 from warmseed.seeding.origins.origins import Origin, StoreOrigin
-from warmseed.seeding.origins.payload import prepare_staging, remove_staged
 from warmseed.seeding.trust.judge import Expected, Trust
 from warmseed.seeding.trust.manifest import Manifest
 from warmseed.seeding.trust.marks import save_mark
@@ -81,9 +79,9 @@ class Adopter:
         self._origins = origins
         self._trust = trust
         self._probation = probation
-        self._state = state
+        self._stores = [origin for origin in origins if isinstance(origin, StoreOrigin)]
+        self._fetcher = Fetcher(self._stores, state=state)
         self._marks = state / "highest.json"
-        self._staging = state / "staging"
         self._budget = budget
         self._clock = clock
 
@@ -133,10 +131,6 @@ class Adopter:
                     except ArtifactRefused as error:
                         _log.info("kind=%s origin=%s refused=%s %s", kind.name, store.name, error.reason, error)
         return None
-
-    @property
-    def _stores(self) -> list[StoreOrigin]:
-        return [origin for origin in self._origins if isinstance(origin, StoreOrigin)]
 
     async def _heal(self, kind: Kind, site: Site) -> None:
         """Local files that poison every start go first, so that they are neither found nor built upon."""
@@ -212,7 +206,7 @@ class Adopter:
                     name = (manifest.generation, manifest.sha256)
                     if name in found or len(found) >= most:
                         continue
-                    payload, index = await stack.enter_async_context(self._fetched(manifest, origin))
+                    payload, index = await stack.enter_async_context(self._fetcher.fetched(manifest, origin))
                     found[name] = Candidate(origin.name, manifest, envelope, payload, index)
                 except ArtifactRefused as error:
                     search.refuse(origin.name, error.reason, str(error))
@@ -305,7 +299,7 @@ class Adopter:
     async def _try(self, search: _Search, origin: Origin, envelope: bytes) -> tuple[Manifest, Installation] | None:
         try:
             manifest = await self._believe(envelope, search.expected)
-            async with self._fetched(manifest, origin) as (payload, index):
+            async with self._fetcher.fetched(manifest, origin) as (payload, index):
                 candidate = Candidate(origin.name, manifest, envelope, payload, index)
                 async with search.unhurried():
                     installation = await self._install(search.kind, search.site, search.expected, candidate)
@@ -352,51 +346,3 @@ class Adopter:
             if (pin := await store.pin(key)) is not None:
                 return pin
         return None
-
-    @asynccontextmanager
-    async def _fetched(self, manifest: Manifest, origin: Origin) -> AsyncIterator[tuple[Path, bytes | None]]:
-        """The payload as it lies in stores, and its index; the files are gone again afterwards.
-
-        Raises:
-            ArtifactRefused: when the bytes are not to be had, or are not the promised ones.
-        """
-        await run_blocking(prepare_staging, self._staging)
-        files: list[Path] = []
-        try:
-            index = None
-            if (stated := manifest.index) is not None:
-                if stated.length > INDEX_BYTES:
-                    raise ArtifactRefused(
-                        "length", f"an index of {stated.length} bytes; {INDEX_BYTES} are read at most"
-                    )
-                path = await self._object(origin, object_key(stated.sha256), stated.sha256, stated.length, files)
-                index = await run_blocking(path.read_bytes)
-            payload = await self._payload(origin, manifest, index, files)
-            yield payload, index
-        finally:
-            await run_blocking(remove_staged, files)
-
-    async def _payload(self, origin: Origin, manifest: Manifest, index: bytes | None, files: list[Path]) -> Path:
-        """The stored object: put together from what this node has of earlier bundles, or fetched whole."""
-        if index is not None and (bound := manifest.index) is not None and (stored := manifest.stored) is not None:
-            contents = await run_blocking(read_index, index, bound)
-            for store in self._stores:
-                path = await store.delta(contents, stored, also=origin, state=self._state, folder=self._staging)
-                if path is not None:
-                    files.append(path)
-                    return path
-        form = manifest.stored or manifest
-        return await self._object(origin, manifest.store_key, form.sha256, form.length, files)
-
-    async def _object(self, origin: Origin, store_key: str, sha256: str, length: int, files: list[Path]) -> Path:
-        # Stores are built for many readers, a peer is busy with its own engines: it is asked last.
-        for place in dict.fromkeys([*self._stores, origin]):
-            try:
-                path = await place.object(store_key, sha256=sha256, length=length, folder=self._staging)
-            except StoreError as error:
-                _log.info("origin=%s object=%s unavailable: %s", place.name, store_key, printable(error))
-                continue
-            if path is not None:
-                files += [path, part_path(self._staging, sha256)]  # the beginning of a delta that is needed no more
-                return path
-        raise ArtifactRefused("missing", f"{store_key} is described but nowhere to be had")

@@ -265,6 +265,25 @@ def test_a_denied_generation_does_not_bar_the_one_before_it(tmp_path: Path) -> N
     run(main())
 
 
+def test_ranks_that_choose_together_may_go_back_as_well(tmp_path: Path) -> None:
+    """Or a group would tune anew for ever where one rank alone goes back to what worked."""
+
+    async def main() -> None:
+        a = node(tmp_path, "a")
+        await a.publish(b"good")
+        poison = (await a.publish(b"poison")).manifest
+        assert (await adopted(node(tmp_path, "b"))).manifest == poison
+        await a.chain.put(denial_key(poison.sha256), denied(poison.sha256))
+        assert await a.chain.flush(20)
+        await a.chain.aclose()
+        b = node(tmp_path, "b")
+        async with b.adopter().candidates(b.kind, b.site) as found:
+            assert [candidate.manifest.generation for candidate in found] == [1]
+        await b.chain.aclose()
+
+    run(main())
+
+
 async def pin(a: SeedNode, manifest: Manifest, *, issued_at: int = NOW) -> bytes:
     stated = Pin(
         schema=1,
