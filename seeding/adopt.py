@@ -185,6 +185,7 @@ class Adopter:
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(self._budget):
+                    await self._give_up_bad_mark(search.expected.key)
                     for origin in self._origins:
                         await self._gather(search, origin, stack, found, most)
             except TimeoutError:
