@@ -132,6 +132,8 @@ class WeightServer:
     ) -> AsyncIterator[None]:
         """Listen at `address` (default: the server's own) until the block ends; engines may attach from its first line.
 
+        Leaving the block ends every lease, and returns when `on_detached` has been heard for each.
+
         `lock` is the address's lock, held by whoever took it before the slow load; without one it is taken here.
 
         Raises:
@@ -169,7 +171,7 @@ class WeightServer:
 
     async def _accept(self, bound: BoundSocket, tasks: asyncio.TaskGroup) -> None:
         loop = asyncio.get_running_loop()
-        children: set[asyncio.Task[None]] = set()
+        talking: set[asyncio.Task[None]] = set()
         try:
             while True:
                 try:
@@ -178,14 +180,14 @@ class WeightServer:
                     logger.warning("weights: accepting a connection failed (%s); retried in 1 s", error)
                     await asyncio.sleep(1.0)
                     continue
-                child = tasks.create_task(self._talk(accepted))
-                children.add(child)
-                child.add_done_callback(children.discard)
+                talk = tasks.create_task(self._talk(accepted, talking))
+                talking.add(talk)
+                talk.add_done_callback(talking.discard)
         finally:
-            for child in children:
-                child.cancel()
+            for talk in talking:
+                talk.cancel()
 
-    async def _talk(self, accepted: socket.socket) -> None:
+    async def _talk(self, accepted: socket.socket, talking: set[asyncio.Task[None]]) -> None:
         with accepted:
             accepted.setblocking(False)
             try:
@@ -211,6 +213,8 @@ class WeightServer:
                 logger.exception("weights: serving client pid=%d failed", connection.peer.pid)
             finally:
                 self._connections.discard(connection)
+                # Serving ends once the lease has ended, and not in the middle of what its end brings about.
+                talking.difference_update({asyncio.current_task()})
                 if connection.lease is not None:
                     with contextlib.closing(connection.lease.witness):
                         await self._lease_ended(connection.lease)

@@ -34,7 +34,7 @@ from warmseed.daemon.weights.errors import (
 from warmseed.daemon.weights.export import export_model
 from warmseed.daemon.weights.memfd import MemfdSegment, MemfdTransport
 from warmseed.daemon.weights.messages import Answer, GetState, Report, State, Watch
-from warmseed.daemon.weights.server import ServerLimits, WeightServer
+from warmseed.daemon.weights.server import Lease, ServerLimits, WeightServer
 from warmseed.daemon.weights.socket import SocketAddress, connect
 from warmseed.errors import ConfigurationError
 
@@ -494,6 +494,41 @@ class TestSeveralAddresses:
 
         asyncio.run(run())
         assert server_ready == [False, True, False]
+        exported.release()
+
+    def test_an_address_is_left_once_what_its_last_engine_leaves_behind_is_settled(self, tmp_path: Path) -> None:
+        """Nobody serves on before a rehearsal that died is judged; a judgment cut off would take back half."""
+        import asyncio
+
+        exported = export_model(loaded(), device="cpu")
+        private = SocketAddress(private_folder(tmp_path / "private") / "w.sock")
+
+        async def run() -> None:
+            heard, leave, settled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+            judged: list[int] = []
+
+            async def on_detached(lease: Lease) -> None:
+                heard.set()
+                await settled.wait()
+                judged.append(lease.pid)
+
+            async def serve() -> None:
+                server = WeightServer(exported, fingerprint(), private, on_detached=on_detached)
+                async with server.serving(private):
+                    (await asyncio.to_thread(attach, private, fingerprint())).close()
+                    await leave.wait()
+
+            async with asyncio.timeout(20):
+                serving = asyncio.create_task(serve())
+                await heard.wait()
+                leave.set()
+                done, _ = await asyncio.wait({serving}, timeout=0.3)
+                assert not done
+                settled.set()
+                await serving
+            assert judged == [os.getpid()]
+
+        asyncio.run(run())
         exported.release()
 
     def test_an_address_in_use_stops_the_server_before_it_serves(self, tmp_path: Path) -> None:
