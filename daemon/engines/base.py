@@ -109,6 +109,10 @@ class Engine(Protocol):
         """
         ...
 
+    def copies_run_apart(self) -> bool:
+        """Whether data-parallel copies are engines of their own, each its own world, once `identity` is known."""
+        ...
+
     def rehearsal(self, *, socket_dir: Path, cache_root: Path) -> list[str]:
         """The command line of a throwaway engine: maps this node's weights at the sockets in `socket_dir`,
         warms up, reports its evidence, answers one token and exits."""

@@ -190,6 +190,9 @@ class TorchEngine:
     def table_hash(self) -> str:
         return self.identity().config_hash
 
+    def copies_run_apart(self) -> bool:
+        return True
+
     def release(self) -> None:
         import torch
 

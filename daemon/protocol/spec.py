@@ -46,6 +46,11 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """How logs, metrics and the status page call this rank: ``target-3``."""
         return f"{self.group}-{self.global_rank}"
 
+    @property
+    def copy_rank(self) -> int:
+        """The rank's number within its data-parallel copy of the model."""
+        return self.pp_rank * self.config.tensor_parallel_size + self.tp_rank
+
 
 def rank_spec(
     config: PreloadConfig, layout: Layout, group: Group, place: Place, *, port: int, listener: int | None = None

@@ -114,11 +114,12 @@ class Rank:
                 await run_blocking(prepare_cache_root, self.cache_root)
                 site = await run_blocking(self._site)
                 seeds = await stack.enter_async_context(Seeds.opened(self.spec, self.cache_root, observer=self._tally))
-            kinds = self.engine.kinds()
+            # A draft runs in the target's engine, on the same caches: what warms that engine is the target's to keep.
+            kinds = self.engine.kinds() if self.spec.group == "target" else ()
             for kind in (k for k in kinds if k.name in BEFORE_LOAD):
                 await self._adopt(seeds, kind, site)
             exported, fingerprint = await self._weights(preparing)
-            tables = dataclasses.replace(site, config_hash=self.engine.table_hash())
+            tables = self._table_site(site)
             group = await stack.enter_async_context(self._tuning_group(seeds, kinds))
             for kind in (k for k in kinds if k.name not in BEFORE_LOAD):
                 await self._adopt(seeds, kind, tables, group)
@@ -162,12 +163,18 @@ class Rank:
             config_factors=identity.factors,
             environment=self.engine.environment(),
             dp_rank=self.spec.dp_rank,
-            world_rank=self.spec.global_rank,
+            world_rank=self.spec.copy_rank,
             device_index=self.engine.device_index(),
             cache_root=self.cache_root,
             roots=self.engine.caches(self.cache_root).roots,
             state=state_folder(self.cache_root),
         )
+
+    def _table_site(self, site: Site) -> Site:
+        """Where engines look for tables: what tunes together is numbered through, each copy apart from the start."""
+        spec = self.spec
+        dp, rank = (0, spec.copy_rank) if self.engine.copies_run_apart() else (spec.dp_rank, spec.global_rank)
+        return dataclasses.replace(site, config_hash=self.engine.table_hash(), dp_rank=dp, world_rank=rank)
 
     @asynccontextmanager
     async def _tuning_group(self, seeds: Seeds, kinds: Sequence[Kind]) -> AsyncIterator[Rendezvous]:
@@ -175,7 +182,7 @@ class Rank:
         if not any(isinstance(kind, FlashInferAutotune) for kind in kinds):
             yield Alone()
             return
-        async with meeting(self.spec, seeds.tokens) as group:
+        async with meeting(self.spec, seeds.tokens, apart=self.engine.copies_run_apart()) as group:
             yield group
 
     async def _named_runs(

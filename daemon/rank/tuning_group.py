@@ -47,23 +47,30 @@ class TuningGroup:
     world: int
 
 
-def tuning_group(spec: RankSpec) -> TuningGroup:
-    """All ranks of the model, or those of one pipeline stage: stages run different operations (vLLM's own rule)."""
-    if spec.config.pipeline_parallel_size == 1:
+def tuning_group(spec: RankSpec, *, apart: bool) -> TuningGroup:
+    """All ranks of the model, or those of one pipeline stage: stages run different operations (vLLM's own rule).
+
+    Of copies that run `apart`, those of one copy.
+    """
+    config = spec.config
+    if config.pipeline_parallel_size > 1:
+        name = f"{spec.group}/dp{spec.dp_rank}/pp{spec.pp_rank}"
+    elif apart and config.data_parallel_size > 1:
+        name = f"{spec.group}/dp{spec.dp_rank}"
+    else:
         return TuningGroup(spec.group, spec.global_rank, spec.world_size)
-    name = f"{spec.group}/dp{spec.dp_rank}/pp{spec.pp_rank}"
-    return TuningGroup(name, spec.tp_rank, spec.config.tensor_parallel_size)
+    return TuningGroup(name, spec.tp_rank, config.tensor_parallel_size)
 
 
 @asynccontextmanager
-async def meeting(spec: RankSpec, tokens: Sequence[Token]) -> AsyncIterator[Rendezvous]:
-    """Where `spec`'s rank meets its tuning group, for as long as the block.
+async def meeting(spec: RankSpec, tokens: Sequence[Token], *, apart: bool) -> AsyncIterator[Rendezvous]:
+    """Where `spec`'s rank meets its tuning group, for as long as the block; `apart` as in `tuning_group`.
 
     Raises:
         WarmseedError: the group's first rank was not heard of in time.
         ConfigurationError: the first rank can't listen.
     """
-    group = tuning_group(spec)
+    group = tuning_group(spec, apart=apart)
     if group.world == 1:
         yield Alone()
         return

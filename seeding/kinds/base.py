@@ -21,7 +21,7 @@ class Site:
     config_factors: Mapping[str, str]  # every input of the config hash, for `explain` and the full digest
     environment: Environment
     dp_rank: int
-    world_rank: int
+    world_rank: int  # within the world that the engine's caches number: one copy of the model, or all
     device_index: int  # -1 on a CPU
     cache_root: Path  # the canonical root of this node's caches
     roots: Mapping[str, Path]  # cache name -> folder, below `cache_root` or where the engine puts it

@@ -25,9 +25,15 @@ def main() -> None:
         said = answer.outputs[0]
         sure = [step[token].logprob for token, step in zip(said.token_ids, said.logprobs, strict=True)]
         answers.append({"text": said.text, "tokens": list(said.token_ids), "logprobs": sure})
+    accepted = 0.0
+    if not given["engine"].get("disable_log_stats", True):
+        accepted = sum(m.value for m in engine.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
     seconds = {"import_s": imported - start, "init_s": warm - imported, "answer_s": time.monotonic() - warm}
     print(
-        "\n" + json.dumps({"answers": answers, **{name: round(value, 3) for name, value in seconds.items()}}),
+        "\n"
+        + json.dumps(
+            {"answers": answers, "accepted": accepted, **{name: round(value, 3) for name, value in seconds.items()}}
+        ),
         flush=True,
     )
 

@@ -66,6 +66,7 @@ class Answer:
     init_s: float
     answers: list[dict[str, Any]]
     log: str
+    accepted: int = 0  # tokens that a draft had guessed, where the engine counts them: ``disable_log_stats=False``
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -221,7 +222,7 @@ class Node:
         for line in reversed(log.splitlines()):
             if line.startswith('{"answers"'):
                 said = json.loads(line)
-                return Answer(said["import_s"], said["init_s"], said["answers"], log)
+                return Answer(said["import_s"], said["init_s"], said["answers"], log, int(said["accepted"]))
         raise NodeFailed(f"node {self.name}: the engine gave no answer", log)
 
     @contextlib.contextmanager
@@ -307,10 +308,10 @@ def new_token(folder: Path) -> Path:
     return path
 
 
-def wait_published(store: Path, *, kind: str = "compile_cache", patience: float = 60.0) -> None:
-    """Until the store holds a signed manifest of `kind`."""
+def wait_published(store: Path, *, kind: str = "compile_cache", rank: str = "*", patience: float = 60.0) -> None:
+    """Until the store holds a signed manifest of `kind` for `rank`, such as ``dp0_rank1``."""
     until = time.monotonic() + patience
-    while not any(store.glob(f"**/manifest/{kind}/**/*.json")):
+    while not any(store.glob(f"**/manifest/{kind}/**/{rank}/*.json")):
         if time.monotonic() > until:
             raise NodeFailed(f"nothing was published to {store}: {[str(p) for p in store.rglob('*')][:20]}")
         time.sleep(0.1)

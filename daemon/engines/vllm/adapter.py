@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 from warmseed.daemon.engines.base import CacheLayout, EngineIdentity, LoadedModel
 from warmseed.daemon.engines.vllm import model as loading
 from warmseed.daemon.engines.vllm.arguments import LOAD_FORMAT, Usage, engine_config, parse_engine_arguments
-from warmseed.daemon.engines.vllm.fingerprint import RankPlace, checkpoint_folder, model_config_of, rank_fingerprint
+from warmseed.daemon.engines.vllm.draft import config_of, model_config_of
+from warmseed.daemon.engines.vllm.fingerprint import RankPlace, checkpoint_folder, rank_fingerprint
 from warmseed.daemon.engines.vllm.identity import snapshot, table_hash
 from warmseed.daemon.engines.vllm.layout import layout_below
 from warmseed.daemon.engines.vllm.plugin import UNSUPPORTED_OK
@@ -165,14 +166,17 @@ class VllmEngine:
         return LoadedModel(module, checkpoint)
 
     def fingerprint(self, checkpoint: CheckpointIdentity) -> Fingerprint:
-        place = RankPlace(self._spec.tp_rank, self._spec.pp_rank, self._spec.dp_rank)
-        return rank_fingerprint(
-            self._configured(), self._release, place, checkpoint, device=self.device, role=self._spec.group
-        )
+        spec = self._spec
+        place = RankPlace(spec.tp_rank, spec.pp_rank, 0 if self.copies_run_apart() else spec.dp_rank)
+        config = config_of(self._configured(), self._spec.group)
+        return rank_fingerprint(config, self._release, place, checkpoint, device=self.device, role=self._spec.group)
 
     def table_hash(self) -> str:
         """Where an engine looks for its FlashInfer tables; after `load` only, and maybe not the identity's hash."""
         return table_hash(self._configured())
+
+    def copies_run_apart(self) -> bool:
+        return not self._configured().model_config.is_moe
 
     def rehearsal(self, *, socket_dir: Path, cache_root: Path) -> list[str]:
         extra = {"socket_dir": str(socket_dir), "fallback": False}
@@ -193,14 +197,28 @@ class VllmEngine:
             if self._config is None:
                 os.environ.update(self.caches(self._cache_root()).variables)
                 config = engine_config(parse_engine_arguments(self._arguments), usage=self._usage)
-                parallel = config.parallel_config
-                if parallel.data_parallel_size > 1:  # an engine sets these for each copy's workers
-                    copy = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-                    parallel.data_parallel_rank = self._spec.dp_rank
-                    parallel.data_parallel_rank_local = self._spec.local_rank // copy
+                if config.parallel_config.data_parallel_size > 1:
+                    self._place_copy(config)
                 self._identity = snapshot(config)
                 self._config = config
             return self._config
+
+    def _place_copy(self, config: VllmConfig) -> None:
+        """What an engine sets for the workers of one data-parallel copy, before it hashes anything.
+
+        Copies of a dense model run apart: for vLLM each is an engine without data parallelism (v1/engine/core.py,
+        ``run_engine_core``), with a hash and caches to match.
+        """
+        parallel, spec = config.parallel_config, self._spec
+        parallel.data_parallel_rank_local = spec.local_rank // parallel.world_size
+        parallel.data_parallel_index = spec.dp_rank
+        if config.model_config.is_moe:
+            parallel.data_parallel_rank = spec.dp_rank
+        elif hasattr(parallel, "reconfigure_for_independent_dp_rank"):
+            parallel.reconfigure_for_independent_dp_rank()
+        else:
+            parallel.data_parallel_size = parallel.data_parallel_size_local = 1
+            parallel.data_parallel_rank = 0
 
     def _checkpoint_folder(self, config: VllmConfig) -> Path:
         chosen = model_config_of(config, self._spec.group)

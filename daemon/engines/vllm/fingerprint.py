@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from warmseed.daemon.engines.vllm.draft import Role, model_config_of
 from warmseed.daemon.engines.vllm.releases import Release
 from warmseed.daemon.weights.checkpoint import CheckpointIdentity
 from warmseed.daemon.weights.fingerprint import Fingerprint, config_digest
@@ -18,18 +19,7 @@ from warmseed.errors import ConfigurationError, printable
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-__all__ = [
-    "DRAFT_METHODS",
-    "RankPlace",
-    "Role",
-    "checkpoint_folder",
-    "draft_config",
-    "model_config_of",
-    "rank_fingerprint",
-]
-
-Role = Literal["target", "draft"]
-DRAFT_METHODS = ("mtp", "eagle", "eagle3")  # whose draft model has a daemon of its own; others load from disk
+__all__ = ["RankPlace", "checkpoint_folder", "rank_fingerprint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +29,6 @@ class RankPlace:
     tp_rank: int = 0
     pp_rank: int = 0
     dp_rank: int = 0
-
-
-def draft_config(config: VllmConfig) -> ModelConfig | None:
-    """The configuration of the draft model that has a daemon of its own, or `None`."""
-    spec = config.speculative_config
-    if spec is None or spec.method not in DRAFT_METHODS:
-        return None
-    return spec.draft_model_config
-
-
-def model_config_of(config: VllmConfig, role: Role) -> ModelConfig:
-    """The configuration of the model in `role`.
-
-    Raises:
-        ConfigurationError: there is no draft model to keep.
-    """
-    if role == "target":
-        return config.model_config
-    draft = draft_config(config)
-    if draft is None:
-        raise ConfigurationError("this configuration has no draft model that a daemon keeps (mtp, eagle, eagle3)")
-    return draft
 
 
 def checkpoint_folder(model: str, revision: str | None = None) -> Path:
@@ -91,7 +59,10 @@ def rank_fingerprint(
     device: str = "cpu",
     role: Role = "target",
 ) -> Fingerprint:
-    """What the weights of the rank at `place` are, on `device` of this process."""
+    """What the weights of the rank at `place` are, on `device` of this process.
+
+    `config` is what the model in `role` is built with: for a draft, `draft.config_of` the engine's.
+    """
     import torch
     import vllm
 

@@ -17,7 +17,8 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from warmseed.daemon.engines.vllm import memory, observe
 from warmseed.daemon.engines.vllm.arguments import LOAD_FORMAT, check_config
-from warmseed.daemon.engines.vllm.fingerprint import RankPlace, Role, checkpoint_folder, draft_config, rank_fingerprint
+from warmseed.daemon.engines.vllm.draft import Role, draft_config
+from warmseed.daemon.engines.vllm.fingerprint import RankPlace, checkpoint_folder, rank_fingerprint
 from warmseed.daemon.engines.vllm.native import NativeLoader
 from warmseed.daemon.engines.vllm.plugin import unsupported_ok
 from warmseed.daemon.engines.vllm.releases import installed_release
@@ -37,7 +38,7 @@ from warmseed.errors import ConfigurationError, WarmseedError, printable
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.config.load import LoadConfig
 
 __all__ = ["IpcCacheLoader", "install"]
@@ -92,7 +93,7 @@ class IpcCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not ther
         roles: list[Role] = ["target"]
         if draft_config(vllm_config) is not None:
             roles.append("draft")
-        total = sum(self._daemon_memory(self._address(role)) for role in roles)
+        total = sum(self._daemon_memory(self._address(role, vllm_config.parallel_config)) for role in roles)
         if total == 0 and NativeLoader.answers(self._settings):
             return NativeLoader.external_memory(self.load_config, vllm_config)
         memory.charge.take(total)
@@ -126,7 +127,7 @@ class IpcCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not ther
         if role is None:
             logger.info("ipc_cache: this kind of draft model has no daemon; it is loaded from disk")
             return self._from_disk(vllm_config, model_config, prefix)
-        address = self._address(role)
+        address = self._address(role, vllm_config.parallel_config)
         if self._settings.socket_path is None and not address.path.exists() and NativeLoader.answers(self._settings):
             logger.info(
                 "ipc_cache: no daemon of warmseed's at %s; vLLM's own daemon answers and its loader is used", address
@@ -161,7 +162,7 @@ class IpcCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not ther
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str, role: Role, address: SocketAddress
     ) -> torch.nn.Module:
         folder = checkpoint_folder(model_config.model, model_config.revision)
-        device = _device()
+        device = _device(vllm_config.parallel_config)
         fingerprint = rank_fingerprint(
             vllm_config, self._release, _place(), stat_checkpoint(folder), device=str(device), role=role
         )
@@ -177,7 +178,7 @@ class IpcCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not ther
         )
         start = time.monotonic()
         with _undone_on_failure(vllm_config, attachment):
-            model = build_shell(vllm_config, model_config, prefix)
+            model = build_shell(vllm_config, model_config, prefix, device=attachment.device)
             built = time.monotonic()
             fill_shell(model, attachment, vllm_config, model_config, self._release)
         _held.append(attachment)
@@ -203,12 +204,12 @@ class IpcCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not ther
                 logger.info("ipc_cache: the daemon's memory is not counted: %s", error)
                 return 0
 
-    def _address(self, role: Role) -> SocketAddress:
+    def _address(self, role: Role, parallel: ParallelConfig) -> SocketAddress:
         if role == "draft" and self._settings.socket_path is not None:
             raise ConfigurationError(
                 "socket_path names one daemon, but target and draft have one each: give socket_dir in its place"
             )
-        return self._settings.address(device_uuid(_device()), draft=role == "draft")
+        return self._settings.address(device_uuid(_device(parallel)), draft=role == "draft")
 
     @staticmethod
     def _role(vllm_config: VllmConfig, model_config: ModelConfig) -> Role | None:
@@ -240,13 +241,14 @@ def _place() -> RankPlace:
     )
 
 
-def _device() -> torch.device:
+def _device(parallel: ParallelConfig) -> torch.device:
     """This rank's device; CPU ranks are told apart by their place on the node, as their daemons are."""
     from vllm.distributed import get_world_group
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        return torch.device("cpu", max(0, get_world_group().local_rank))
+        before = (parallel.data_parallel_rank_local or 0) * parallel.world_size  # ranks of other copies on this node
+        return torch.device("cpu", before + max(0, get_world_group().local_rank))
     if current_platform.is_cuda_alike():
         return torch.device("cuda", torch.cuda.current_device())
     raise UnsupportedPlatformForIPCError(

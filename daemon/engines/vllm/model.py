@@ -9,7 +9,7 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from warmseed.daemon.engines.vllm.fingerprint import Role, model_config_of
+from warmseed.daemon.engines.vllm.draft import Role, config_of, model_config_of
 from warmseed.daemon.engines.vllm.quantization import check_quantization, post_process
 from warmseed.daemon.engines.vllm.releases import Release
 from warmseed.daemon.weights.modules import registered_tensor
@@ -101,6 +101,7 @@ def load_rank(config: VllmConfig, release: Release, device: torch.device, *, rol
     from vllm.v1.worker.workspace import init_workspace_manager
 
     model_config = model_config_of(config, role)
+    config = config_of(config, role)
     loader = get_model_loader(config.load_config)
     on_gpu = device.type == "cuda"
     with set_current_vllm_config(config), set_default_torch_dtype(model_config.dtype):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from warmseed.daemon.engines.vllm.experts import real_expert_maps
 from warmseed.daemon.engines.vllm.model import take_flags
 from warmseed.daemon.engines.vllm.quantization import check_quantization, finish_processed, post_process
 from warmseed.daemon.engines.vllm.releases import Release
@@ -21,13 +22,19 @@ if TYPE_CHECKING:
 __all__ = ["build_shell", "fill_shell", "forget_layers"]
 
 
-def build_shell(vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
-    """vLLM's model for this configuration on the meta device: every parameter and buffer named, nothing allocated."""
+def build_shell(
+    vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "", *, device: torch.device
+) -> torch.nn.Module:
+    """vLLM's model for this configuration on the meta device: every parameter and buffer named, nothing allocated.
+
+    Expert maps alone are made, on `device`, where the engine runs.
+    """
     import torch
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    with set_default_torch_dtype(model_config.dtype), torch.device("meta"):
+    maps = real_expert_maps(model_config, device)
+    with set_default_torch_dtype(model_config.dtype), torch.device("meta"), maps:
         model: torch.nn.Module = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
     return model
 

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Mapping
 
 from warmseed.seeding.artifact import ArtifactKey, object_key
+from warmseed.seeding.captured import new_payload
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused, CannotJudge
 from warmseed.seeding.kinds.autotune.bounded import JsonLimits
@@ -104,8 +105,9 @@ def _captured(
     if len(data) > JsonLimits().size:
         raise ArtifactRefused("space", f"the table has {len(data)} bytes, more than any node reads; not published")
     digest = hashlib.sha256(data).hexdigest()
-    with held_folder(site.state / "tables" / "captured", create=True) as folder:
-        replace_file(folder, digest, data)
+    payload = new_payload(site.state / "tables" / "captured", digest)
+    with held_folder(payload.parent) as folder:
+        replace_file(folder, payload.name, data)
     remember_digest(site.state, label(site), digest)
     key = ArtifactKey(
         kind=KIND,
@@ -117,7 +119,7 @@ def _captured(
     filename = (per_rank_filename if per_rank else managed_filename)(site.dp_rank, site.world_rank)
     return Capture(
         filename=filename,
-        payload=site.state / "tables" / "captured" / digest,
+        payload=payload,
         sha256=digest,
         length=len(data),
         environment=ours,

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from warmseed.seeding.bundle.files import Disk
 from warmseed.seeding.bundle.history import remember_index
 from warmseed.seeding.bundle.index import BundleIndex, FileRecord, read_index
@@ -86,6 +88,8 @@ class CompileCacheKind:
                 if current is not None and (again := _reusable(current, manifest, site)) is not None:
                     return again
                 work = _Work(manifest, payload, contents, placements, left_out)
+                if current is not None and _joined(current, work, self.environment(site), site):
+                    return _installation(current, manifest.generation, site)
                 tree = self._install(trees, work, site)
                 failed = {name: why for name, p in placements.items() if (why := self.caches[name].prove(p, site))}
                 if not failed:
@@ -255,6 +259,15 @@ class _Work:
     placements: Mapping[str, Placement]
     left_out: Mapping[str, str]
 
+    @property
+    def paths(self) -> set[str]:
+        """Every file that the installation puts into its tree."""
+        return {
+            f"{placement.folder}/{relative}"
+            for placement in self.placements.values()
+            for relative in (*placement.files.values(), *placement.made)
+        }
+
 
 def _write_made(placements: Mapping[str, Placement], staged: Path) -> dict[str, str]:
     made: dict[str, str] = {}
@@ -306,6 +319,27 @@ def _reusable(tree: Tree, manifest: Manifest, site: Site) -> Installation | None
     if changed_files(tree, rank.files):
         return None
     return _installation(tree, manifest.generation, site)
+
+
+def _joined(tree: Tree, work: _Work, environment: Environment, site: Site) -> bool:
+    """Whether another rank has put the very same files of the same bundle there; then they are this rank's as well.
+
+    The ranks of one engine share its cache folders, so what they publish is mostly the same bundle. Installed by each
+    of them anew, it would stand between this rank and the generation before it.
+    """
+    record = tree.record
+    if (record.config_hash, record.environment_hash) != (site.config_hash, environment.digest):
+        return False
+    for other in record.ranks.values():
+        if other.sha256 != work.manifest.sha256 or set(other.files) != work.paths or changed_files(tree, other.files):
+            continue
+        rank = msgspec.structs.replace(
+            other, generation=work.manifest.generation, device_index=work.manifest.device_index
+        )
+        tree.record = msgspec.structs.replace(record, ranks={**record.ranks, _label(site): rank})
+        tree.save()
+        return True
+    return False
 
 
 def _installation(tree: Tree, generation: int, site: Site) -> Installation:

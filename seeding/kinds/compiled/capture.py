@@ -23,6 +23,7 @@ from warmseed.seeding.bundle.walk import (
     take_snapshot,
     wait_until_quiet,
 )
+from warmseed.seeding.captured import new_payload
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.kinds.base import Capture, Site
@@ -249,7 +250,7 @@ def _write(
         files=bundle.records(),
         chunks=tuple(frames.chunks),
     )
-    payload = temporary.with_name(f"{digest}.tar.zst")
+    payload = new_payload(temporary.parent, digest)
     os.rename(temporary, payload)
     bound = any(source.cache.device_bound and source.cache.name in records for source in sources)
     return Capture(
