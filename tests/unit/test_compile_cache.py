@@ -283,6 +283,49 @@ def test_ranks_that_share_cache_folders_keep_each_others_files(tmp_path: Path) -
     assert all(kind().present(target) for target in targets)
 
 
+def test_two_captures_of_the_same_bytes_are_two_files(source: Site) -> None:
+    """Each rank deletes what it published from; a neighbour may still be reading the same bundle."""
+    one, two = captured(source), captured(replace(source, world_rank=1))
+    assert one.sha256 == two.sha256
+    one.payload.unlink()
+    assert two.payload.is_file()
+
+
+def test_what_a_dead_process_captured_is_swept_after_a_day(source: Site) -> None:
+    forgotten, waiting = captured(source).payload, captured(source).payload
+    os.utime(forgotten, (1, 1))
+    captured(source)
+    assert not forgotten.exists()
+    assert waiting.exists()
+
+
+def test_ranks_that_share_a_bundle_install_it_once_and_take_it_back_to_the_generation_before(
+    source: Site, tmp_path: Path
+) -> None:
+    before, ranks = captured(source), [make_site(tmp_path / "node", world_rank=rank) for rank in range(4)]
+    for site in ranks:
+        install(before, source, site)
+    fill(source.roots["inductor"], {"ab/poison.so": b"bad"})
+    poisoned = captured(source)
+    installed = [install(poisoned, source, site, generation=2) for site in ranks]
+    assert len({installation.folder for installation in installed}) == 1
+    assert all(kind().present(site) for site in ranks)
+    for site, installation in zip(ranks, installed, strict=True):  # an engine that dies takes all its ranks with it
+        kind().retract(installation, site)
+    assert tree(ranks[0].roots["inductor"]) == FILES
+    assert all(kind().present(site) for site in ranks)
+
+
+def test_a_rank_joins_no_tree_that_an_engine_has_changed(source: Site, tmp_path: Path) -> None:
+    ranks = [make_site(tmp_path / "node", world_rank=rank) for rank in range(2)]
+    capture = captured(source)
+    first = install(capture, source, ranks[0])
+    (ranks[0].roots["inductor"] / "ab/cab.so").write_bytes(b"rot")
+    second = install(capture, source, ranks[1])
+    assert second.folder != first.folder
+    assert tree(ranks[1].roots["inductor"]) == FILES
+
+
 def test_old_trees_are_pruned_but_never_the_live_one_or_its_predecessor(source: Site, tmp_path: Path) -> None:
     target = make_site(tmp_path / "target")
     for generation in range(1, 6):

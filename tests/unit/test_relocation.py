@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -163,13 +164,24 @@ def test_at_another_root_what_could_be_installed_is_judged_and_nothing_else(tmp_
     assert not kind_of(VllmCache()).judge(installation, Evidence(seconds=1.0), target).used
 
 
-def test_at_the_same_root_the_whole_cache_of_this_rank_is_installed(tmp_path: Path) -> None:
+def test_at_the_same_root_the_whole_cache_is_installed_other_ranks_folders_too(tmp_path: Path) -> None:
     root = tmp_path / "source" / "cache" / "vllm"
     _, target, _, installation = moved(tmp_path, VllmCache(), vllm_files(root), same_root=True)
-    files = vllm_files(root)
-    del files["0123456789/rank_1_0/backbone/artifact_compile_range_1"]
-    assert tree(target.roots["vllm"]) == files
+    assert tree(target.roots["vllm"]) == vllm_files(root)
     assert installation.complete
+
+
+def test_ranks_that_share_a_bundle_share_its_tree_and_each_is_judged_by_it(tmp_path: Path) -> None:
+    root = tmp_path / "source" / "cache" / "vllm"
+    source, target, capture, first = moved(tmp_path, VllmCache(), vllm_files(root), same_root=True)
+    neighbour = replace(target, world_rank=1, device_index=1)
+    manifest = make_manifest(replace(capture, device_index=1), replace(source, world_rank=1))
+    second = kind_of(VllmCache()).install(manifest, tmp_path / "payload", capture.index, neighbour)
+    assert second.folder == first.folder
+    (target.roots["vllm"] / "torch_aot_compile/ff/rank_0_0/model").read_bytes()
+    for site, installation in ((target, first), (neighbour, second)):
+        assert kind_of(VllmCache()).present(site)
+        assert kind_of(VllmCache()).judge(installation, Evidence(seconds=1.0), site).used
 
 
 def test_from_vllm_0_33_on_the_whole_cache_may_move(tmp_path: Path) -> None:

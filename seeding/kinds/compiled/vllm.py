@@ -20,7 +20,6 @@ from warmseed.seeding.kinds.compiled.cache import CacheUse, CompiledCache, Place
 __all__ = ["VllmCache"]
 
 _GRAPHS = "vllm_compile_cache.py"  # names the compiled graphs beside it
-_RANK = re.compile(r"(?:^|/)rank_(\d+)_(\d+)(?=/|$)")
 _MOVABLE = frozenset({"inductor_cache", "triton_cache"})
 _RELOCATABLE = (0, 33)  # the first vLLM whose artifacts name their files relative to their folder
 _COMPILED = re.compile(r"(?i)(compiling model again|compile cache file corrupted|failed to load.*compil)")
@@ -50,22 +49,21 @@ class VllmCache(CompiledCache):
         return groups.to_absolute(path, data, root)
 
     def place(self, record: CacheRecord, files: Sequence[FileRecord], site: Site) -> Placement | str:
-        """This rank's files: all of them at the recorded root or from vLLM 0.33 on, else what is found by hash."""
-        mine, left_out = [], {}
-        for file in files:
-            ranks = _RANK.findall(file.relative)
-            if all((int(rank), int(dp)) == (site.world_rank, site.dp_rank) for rank, dp in ranks):
-                mine.append(file)
+        """All files at the recorded root or from vLLM 0.33 on, else those that are found by hash.
+
+        Other ranks' folders are among them: the ranks of a node share the cache, and mostly the bundle.
+        """
+        left_out = {}
         if record.root == str(site.roots[self.name]) or _version(record.environment.get("vllm", "")) >= _RELOCATABLE:
-            return everything(self.name, mine, site)
-        movable = [file for file in mine if _MOVABLE.intersection(file.relative.split("/"))]
-        if len(movable) < len(mine):
+            return everything(self.name, files, site)
+        movable = [file for file in files if _MOVABLE.intersection(file.relative.split("/"))]
+        if len(movable) < len(files):
             left_out[self.name] = (
-                f"{len(mine) - len(movable)} AOT files work only at {record.root}, here the cache lies at "
+                f"{len(files) - len(movable)} AOT files work only at {record.root}, here the cache lies at "
                 f"{site.roots[self.name]}: give both nodes the same --cache-root"
             )
         if not movable:
-            return left_out.get(self.name, "nothing in it belongs to this rank")
+            return left_out.get(self.name, "it is empty")
         placed = everything(self.name, movable, site)
         return Placement(placed.root, placed.folder, placed.files, left_out=left_out)
 

@@ -14,7 +14,6 @@ from tests.support.vllm_nodes import SHAPE, Answer, Node, new_token, smollm2, wa
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TWO = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # ranks and their cores
-THREE = {"VLLM_CPU_OMP_THREADS_BIND": "0|1|1"}
 LLM = ("--engine-usage", "llm")
 HELD = (*LLM, "--no-rehearsal")  # the weights alone
 
@@ -48,23 +47,23 @@ def test_each_rank_of_a_split_model_maps_its_shard_and_is_seeded_from_the_store(
     store.mkdir()
     tmp_path.chmod(0o700)
     fleet = (*LLM, "--warmup-cache-stores", f"file:{store}", "--seed-token-file", str(new_token(tmp_path)))
-    with running(tmp_path / "a", model, fleet, cores=THREE, tensor_parallel_size=3) as a:
+    with running(tmp_path / "a", model, fleet, cores=TWO, tensor_parallel_size=2) as a:
         ranks = a.status()["ranks"]
-        assert len({rank["socket"] for rank in ranks}) == 3
+        assert len({rank["socket"] for rank in ranks}) == 2
         assert len({rank["weights_bytes"] for rank in ranks}) == 1
-        for rank in range(3):
+        for rank in range(2):
             wait_published(store, rank=f"dp0_rank{rank}")
-        # They share the node's cache folders, so what they publish is one bundle under three names.
+        # They share the node's cache folders, so what they publish is one bundle under two names.
         assert len(list(store.rglob("bundle.tar"))) == 1
         mapped, plain = a.ask(**a.loader(fallback=False)), a.ask()
-    assert shards(mapped) == 3
+    assert shards(mapped) == 2
     assert not plain.mapped
     assert mapped.tokens == plain.tokens
     assert mapped.logprobs == plain.logprobs
 
-    with running(tmp_path / "b", model, fleet, cores=THREE, tensor_parallel_size=3) as b:
-        assert phases(b, "adopt-compile_cache") == dict.fromkeys(("target-0", "target-1", "target-2"), "hit")
-        assert [rank["used"][0]["used"] for rank in b.status()["ranks"]] == [True, True, True]
+    with running(tmp_path / "b", model, fleet, cores=TWO, tensor_parallel_size=2) as b:
+        assert phases(b, "adopt-compile_cache") == {"target-0": "hit", "target-1": "hit"}
+        assert [rank["used"][0]["used"] for rank in b.status()["ranks"]] == [True, True]
         trees = b.cache_root / "warmseed" / "compiled" / "trees"
         assert len(list(trees.iterdir())) == 1  # installed once, for all ranks
 
