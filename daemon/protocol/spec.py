@@ -47,6 +47,11 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return f"{self.group}-{self.global_rank}"
 
     @property
+    def spans_nodes(self) -> bool:
+        """Whether some ranks of the group are on other nodes."""
+        return self.local_size < self.world_size
+
+    @property
     def copy_rank(self) -> int:
         """The rank's number within its data-parallel copy of the model."""
         return self.pp_rank * self.config.tensor_parallel_size + self.tp_rank

@@ -40,6 +40,7 @@ from warmseed.daemon.protocol.status import (
     next_order,
     orders,
 )
+from warmseed.daemon.rank.joint_rehearsal import Wish, agree, share_outcome
 from warmseed.daemon.rank.judge import Judge
 from warmseed.daemon.rank.seeds import GROUP_SECONDS, Seeds
 from warmseed.daemon.rank.tally import Tally
@@ -250,6 +251,7 @@ class Rank:
         if self.spec.orders_fd is None:
             return True
         missing = [name for name, adoption in self._adoptions.items() if not adoption.complete]
+        needed = await self._agreed(bool(missing))
         folder = self._private_folder()
         address = SocketAddress.for_device(
             server.address.device_uuid, directory=folder, draft=self.spec.group == "draft"
@@ -258,7 +260,7 @@ class Rank:
             async with server.serving(address), orders(self.spec.orders_fd) as reader:
                 self.status.send(
                     Rehearsal(
-                        needed=bool(missing),
+                        needed=needed,
                         argv=tuple(self.engine.rehearsal(socket_dir=folder, cache_root=self.cache_root)),
                         env=dict(self.engine.caches(self.cache_root).variables),
                         reason=", ".join(missing),
@@ -267,10 +269,28 @@ class Rank:
                 order = await next_order(reader)
             if order is None:
                 raise WarmseedError("the launcher is gone; this rank ends")
-            report.outcome = order.outcome
+            outcome: str = order.outcome
+            if needed and self.spec.spans_nodes and (self.spec.global_rank == 0 or outcome == "ok"):
+                outcome = await run_blocking(share_outcome, self.spec, outcome)
+            report.outcome = outcome
             if order.reason:
                 report.detail["reason"] = order.reason
-        return order.outcome not in ("failed", "timeout")
+        return outcome not in ("failed", "timeout")
+
+    async def _agreed(self, missing: bool) -> bool:
+        """Whether to rehearse, where ranks on other nodes have a say; a draft's never ask for it."""
+        spec = self.spec
+        if not spec.spans_nodes or spec.group != "target":
+            return missing
+        if spec.config.data_parallel_size > 1:
+            if missing:
+                _log.warning(
+                    "no rehearsal: it can't start data-parallel copies on other nodes; engines warm up themselves, and "
+                    "the next start of this daemon publishes what they leave"
+                )
+            return False
+        wish: Wish = "refused" if not spec.config.rehearsal else "needed" if missing else "complete"
+        return await run_blocking(agree, spec, wish)
 
     def _private_folder(self) -> Path:
         """Where the rehearsing engine finds this node's ranks, and no other engine looks."""

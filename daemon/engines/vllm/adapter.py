@@ -268,6 +268,11 @@ def engine_arguments(config: PreloadConfig) -> tuple[list[str], Usage, bool]:
     for flag, size in sizes.items():
         if size != 1:
             arguments += [flag, str(size)]
+    if config.nnodes > 1:  # else vLLM expects all ranks on the GPUs of this node
+        arguments += ["--nnodes", str(config.nnodes), "--node-rank", str(config.node_rank)]
+        arguments += ["--master-addr", config.master_addr]
+        if config.master_port is not None:
+            arguments += ["--master-port", str(config.master_port)]
     if config.revision is not None:
         arguments += ["--revision", config.revision]
     if config.load_format is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.vllm_models import eagle_draft, small_llama, small_mixtral
-from tests.support.vllm_nodes import SHAPE, Answer, Node, new_token, smollm2, wait_published
+from tests.support.vllm_nodes import PATIENCE, SHAPE, Answer, Node, free_port, new_token, smollm2, wait_published
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -66,6 +67,26 @@ def test_each_rank_of_a_split_model_maps_its_shard_and_is_seeded_from_the_store(
         assert [rank["used"][0]["used"] for rank in b.status()["ranks"]] == [True, True]
         trees = b.cache_root / "warmseed" / "compiled" / "trees"
         assert len(list(trees.iterdir())) == 1  # installed once, for all ranks
+
+
+def test_an_engine_that_spans_nodes_is_rehearsed_on_all_of_them_and_each_publishes_its_rank(tmp_path: Path) -> None:
+    store, model, port = tmp_path / "store", small_llama(tmp_path / "model"), free_port()
+    store.mkdir()
+    tmp_path.chmod(0o700)
+    fleet = (*LLM, "--warmup-cache-stores", f"file:{store}", "--seed-token-file", str(new_token(tmp_path)))
+    spans = ("--nnodes", "2", "--master-addr", "127.0.0.2", "--weight-cache-master-port", str(port))
+    spans += ("--master-port", str(free_port()))
+
+    def start(rank: int) -> dict[str, str]:
+        extra = (*fleet, *spans, "--node-rank", str(rank))
+        with running(tmp_path / f"n{rank}", model, extra, cores={}, tensor_parallel_size=2, enforce_eager=True) as node:
+            for published in range(2):  # also the other's: the first node keeps the place where they meet
+                wait_published(store, rank=f"dp0_rank{published}")
+            return phases(node, "rehearsal")
+
+    with ThreadPoolExecutor(2) as both:
+        told = [started.result(PATIENCE) for started in [both.submit(start, rank) for rank in range(2)]]
+    assert told == [{"target-0": "ok"}, {"target-1": "ok"}]
 
 
 def test_pipeline_stages_map_their_own_layers(tmp_path: Path) -> None:

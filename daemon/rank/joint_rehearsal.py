@@ -1,0 +1,54 @@
+"""An engine that spans nodes is rehearsed on all of them or on none, and what it left counts on all or on none."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Final, Literal
+
+from warmseed.daemon.protocol import rendezvous
+from warmseed.daemon.protocol.spec import RankSpec
+from warmseed.errors import WarmseedError
+
+__all__ = ["Wish", "agree", "share_outcome"]
+
+Wish = Literal["needed", "complete", "refused"]  # refused: ``--no-rehearsal``
+
+ARRIVE_SECONDS: Final = 1800.0  # for the slowest node to load its weights
+TELL_SECONDS: Final = 120.0  # between the ends of an engine's parts on two nodes
+_KEY: Final = "warmseed/rehearsal"
+
+
+def agree(spec: RankSpec, wish: Wish) -> bool:
+    """Whether the ranks of all nodes rehearse now: somebody needs it and nobody refuses. Blocks until all have come.
+
+    Raises:
+        WarmseedError: some rank did not come within `ARRIVE_SECONDS`.
+    """
+    keys = [f"{_KEY}/wish/{rank}" for rank in range(spec.world_size)]
+    try:
+        store = rendezvous.connect(spec, ARRIVE_SECONDS)
+        store.set(keys[spec.global_rank], wish)
+        store.wait(keys, timedelta(seconds=ARRIVE_SECONDS))
+        wishes = {store.get(key).decode() for key in keys}
+    except RuntimeError as error:  # torch.distributed raises subclasses of it
+        raise WarmseedError(
+            f"the ranks on the other nodes were not heard of within {ARRIVE_SECONDS:g} s: {error}"
+        ) from error
+    return "refused" not in wishes and "needed" in wishes
+
+
+def share_outcome(spec: RankSpec, outcome: str) -> str:
+    """How the rehearsal went where the engine's head ran, which is with global rank 0; told there, heard elsewhere.
+
+    A head that says nothing in `TELL_SECONDS` has failed.
+    """
+    key = f"{_KEY}/outcome"
+    try:
+        store = rendezvous.connect(spec, ARRIVE_SECONDS)
+        if spec.global_rank == 0:
+            store.set(key, outcome)
+            return outcome
+        store.wait([key], timedelta(seconds=TELL_SECONDS))
+        return str(store.get(key).decode())
+    except RuntimeError:
+        return "failed"
