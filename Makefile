@@ -9,7 +9,7 @@ demo: setup
 test: setup lint
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/pytest -q -p no:randomly
 
-# Real vLLM on the CPU, in a venv of its own: about three minutes to install, ten to run.
+# Real vLLM on the CPU, in a venv of its own: about three minutes to install, twenty to run.
 test-vllm: setup
 	@.ci/install-vllm
 	@.ci/test-vllm
