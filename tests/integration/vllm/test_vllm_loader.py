@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,7 +103,7 @@ def test_a_shell_has_every_tensor_and_no_memory(config: Any) -> None:
 
     def half_build() -> None:
         with forget_layers(config):
-            shell = build_shell(config, config.model_config)
+            shell = build_shell(config, config.model_config, device=torch.device("cpu"))
             assert all(tensor.is_meta for tensor in (*shell.parameters(), *shell.buffers()))
             assert sum(p.numel() for p in shell.parameters()) > 100_000_000
             raise Undo
@@ -112,6 +113,30 @@ def test_a_shell_has_every_tensor_and_no_memory(config: Any) -> None:
         with pytest.raises(Undo):
             half_build()
         assert dict(config.compilation_config.static_forward_context) == before
+
+
+def test_expert_maps_have_values_while_the_rest_of_a_model_is_built_without_memory(config: Any) -> None:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+
+    from warmseed.daemon.engines.vllm.experts import real_expert_maps
+
+    spread = FusedMoEParallelConfig(
+        **dict.fromkeys(("tp_size", "pcp_size", "dp_size", "sp_size"), 1),
+        **dict.fromkeys(("tp_rank", "pcp_rank", "dp_rank"), 0),
+        ep_size=2,
+        ep_rank=1,
+        use_ep=True,
+        all2all_backend="allgather_reducescatter",
+        enable_eplb=False,
+    )
+    made = ExpertMapManager.__init__
+    with torch.device("meta"), real_expert_maps(SimpleNamespace(is_moe=True), torch.device("cpu")):
+        weights = torch.empty(4)
+        manager = ExpertMapManager(512, 2, 4, 0, None, spread, "linear", False)
+    assert weights.is_meta
+    assert manager.expert_map.tolist() == [-1, -1, 0, 1]
+    assert ExpertMapManager.__init__ is made
 
 
 def test_a_daemon_refuses_the_format_that_would_ask_itself() -> None:
