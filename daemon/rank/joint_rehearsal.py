@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import Final, Literal
 
 from warmseed.daemon.protocol import rendezvous
 from warmseed.daemon.protocol.spec import RankSpec
-from warmseed.errors import WarmseedError
+from warmseed.errors import printable
 
 __all__ = ["Wish", "agree", "share_outcome"]
+
+_log = logging.getLogger(__name__)
 
 Wish = Literal["needed", "complete", "refused"]  # refused: ``--no-rehearsal``
 
@@ -19,10 +22,9 @@ _KEY: Final = "warmseed/rehearsal"
 
 
 def agree(spec: RankSpec, wish: Wish) -> bool:
-    """Whether the ranks of all nodes rehearse now: somebody needs it and nobody refuses. Blocks until all have come.
+    """Whether the ranks of all nodes rehearse now: somebody needs it and nobody refuses.
 
-    Raises:
-        WarmseedError: some rank did not come within `ARRIVE_SECONDS`.
+    Blocks until all have come; when some have not within `ARRIVE_SECONDS`, nobody rehearses.
     """
     keys = [f"{_KEY}/wish/{rank}" for rank in range(spec.world_size)]
     try:
@@ -31,9 +33,11 @@ def agree(spec: RankSpec, wish: Wish) -> bool:
         store.wait(keys, timedelta(seconds=ARRIVE_SECONDS))
         wishes = {store.get(key).decode() for key in keys}
     except RuntimeError as error:  # torch.distributed raises subclasses of it
-        raise WarmseedError(
-            f"the ranks on the other nodes were not heard of within {ARRIVE_SECONDS:g} s: {error}"
-        ) from error
+        _log.warning(
+            "no rehearsal: not all ranks on the other nodes were heard of within %g s (%s); engines warm up themselves",
+            *(ARRIVE_SECONDS, printable(error, limit=300)),
+        )
+        return False
     return "refused" not in wishes and "needed" in wishes
 
 

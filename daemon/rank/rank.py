@@ -251,12 +251,12 @@ class Rank:
         if self.spec.orders_fd is None:
             return True
         missing = [name for name, adoption in self._adoptions.items() if not adoption.complete]
-        needed = await self._agreed(bool(missing))
         folder = self._private_folder()
         address = SocketAddress.for_device(
             server.address.device_uuid, directory=folder, draft=self.spec.group == "draft"
         )
         with self.status.phase("rehearsal") as report:
+            needed = await self._agreed(bool(missing))
             async with server.serving(address), orders(self.spec.orders_fd) as reader:
                 self.status.send(
                     Rehearsal(

@@ -15,7 +15,6 @@ from warmseed.daemon.rank import joint_rehearsal
 from warmseed.daemon.rank.joint_rehearsal import Wish, agree, share_outcome
 from warmseed.daemon.rank.tuning_group import TuningGroup, tuning_group
 from warmseed.daemon.settings.config import PreloadConfig
-from warmseed.errors import WarmseedError
 
 
 def rank_of(
@@ -76,12 +75,12 @@ def test_all_rehearse_as_soon_as_one_needs_it_and_none_refuses(
     assert said == [rehearsed] * 3
 
 
-def test_a_rank_that_does_not_come_is_an_error_and_no_endless_wait(
-    ranks: list[RankSpec], monkeypatch: pytest.MonkeyPatch
+def test_a_rank_that_does_not_come_costs_the_rehearsal_and_no_endless_wait(
+    ranks: list[RankSpec], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(joint_rehearsal, "ARRIVE_SECONDS", 0.2)
-    with pytest.raises(WarmseedError, match="other nodes were not heard of"):
-        agree(ranks[0], "needed")
+    assert not agree(ranks[0], "needed")
+    assert "not all ranks on the other nodes were heard of" in caplog.text
 
 
 @pytest.mark.parametrize("outcome", ["ok", "failed", "timeout"])
