@@ -54,5 +54,9 @@ def share_outcome(spec: RankSpec, outcome: str) -> str:
             return outcome
         store.wait([key], timedelta(seconds=TELL_SECONDS))
         return str(store.get(key).decode())
-    except RuntimeError:
+    except RuntimeError as error:
+        _log.warning(
+            "the rehearsal's head was not heard of within %g s (%s); what it left here is not published",
+            *(TELL_SECONDS, printable(error, limit=300)),
+        )
         return "failed"

@@ -168,8 +168,8 @@ class VllmEngine:
     def fingerprint(self, checkpoint: CheckpointIdentity) -> Fingerprint:
         spec = self._spec
         place = RankPlace(spec.tp_rank, spec.pp_rank, 0 if self.copies_run_apart() else spec.dp_rank)
-        config = config_of(self._configured(), self._spec.group)
-        return rank_fingerprint(config, self._release, place, checkpoint, device=self.device, role=self._spec.group)
+        config = config_of(self._configured(), spec.group)
+        return rank_fingerprint(config, self._release, place, checkpoint, device=self.device, role=spec.group)
 
     def table_hash(self) -> str:
         """Where an engine looks for its FlashInfer tables; after `load` only, and maybe not the identity's hash."""

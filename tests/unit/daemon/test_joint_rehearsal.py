@@ -89,9 +89,12 @@ def test_what_the_head_saw_is_what_counts_on_every_node(ranks: list[RankSpec], o
     assert heard == [outcome, outcome]
 
 
-def test_a_head_that_says_nothing_has_failed(ranks: list[RankSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_says_nothing_has_failed_and_the_log_says_so(
+    ranks: list[RankSpec], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(joint_rehearsal, "TELL_SECONDS", 0.2)
     assert share_outcome(ranks[1], "ok") == "failed"
+    assert "head was not heard of within 0.2 s" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -248,15 +248,20 @@ def test_poison_bars_the_generation_before_it_no_longer_and_older_ones_still(
     run(main())
 
 
+async def poisoned_fleet(base: Path) -> None:
+    """A published a good generation and a bad one; B adopted the bad one, which the fleet was then told to avoid."""
+    a = node(base, "a")
+    await a.publish(b"good")
+    poison = (await a.publish(b"poison")).manifest
+    assert (await adopted(node(base, "b"))).manifest == poison
+    await a.chain.put(denial_key(poison.sha256), denied(poison.sha256))
+    assert await a.chain.flush(20)
+    await a.chain.aclose()
+
+
 def test_a_denied_generation_does_not_bar_the_one_before_it(tmp_path: Path) -> None:
     async def main() -> None:
-        a = node(tmp_path, "a")
-        await a.publish(b"good")
-        poison = (await a.publish(b"poison")).manifest
-        assert (await adopted(node(tmp_path, "b"))).manifest == poison
-        await a.chain.put(denial_key(poison.sha256), denied(poison.sha256))
-        assert await a.chain.flush(20)
-        await a.chain.aclose()
+        await poisoned_fleet(tmp_path)
         again = await adopted(node(tmp_path, "b"))
         assert reasons(again) == ["denied"]
         assert again.manifest is not None
@@ -269,13 +274,7 @@ def test_ranks_that_choose_together_may_go_back_as_well(tmp_path: Path) -> None:
     """Or a group would tune anew for ever where one rank alone goes back to what worked."""
 
     async def main() -> None:
-        a = node(tmp_path, "a")
-        await a.publish(b"good")
-        poison = (await a.publish(b"poison")).manifest
-        assert (await adopted(node(tmp_path, "b"))).manifest == poison
-        await a.chain.put(denial_key(poison.sha256), denied(poison.sha256))
-        assert await a.chain.flush(20)
-        await a.chain.aclose()
+        await poisoned_fleet(tmp_path)
         b = node(tmp_path, "b")
         async with b.adopter().candidates(b.kind, b.site) as found:
             assert [candidate.manifest.generation for candidate in found] == [1]
