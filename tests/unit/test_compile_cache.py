@@ -429,6 +429,21 @@ def test_notes_that_torch_writes_at_every_start_are_no_rebuild(source: Site, tmp
     assert again.folder == installation.folder, "installed anew at every start for nothing"
 
 
+@pytest.mark.parametrize(
+    ("path", "used"),
+    [("ab/graph.lock", True), ("ab/locks/graph", True), ("ab/5f.best_config", True), ("ab/new.so", False)],
+)
+def test_a_file_that_an_engine_reports_as_new_counts_if_it_was_compiled(
+    source: Site, tmp_path: Path, path: str, used: bool
+) -> None:
+    """An engine lists whatever appeared in its folders; it holds locks also for what it only loads."""
+    target = make_site(tmp_path / "target")
+    installation = install(captured(source), source, target)
+    (target.roots["inductor"] / "ab/cab.so").read_bytes()
+    evidence = Evidence(seconds=1.0, new_files=(f"inductor/{path}",))
+    assert kind().judge(installation, evidence, target).used is used
+
+
 def test_an_installation_is_found_again_after_a_restart(source: Site, tmp_path: Path) -> None:
     target = make_site(tmp_path / "target")
     installation = install(captured(source), source, target)

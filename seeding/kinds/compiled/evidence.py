@@ -89,9 +89,11 @@ def _use(cache: CompiledCache, tree: Tree, prefix: str, files: Mapping[str, str]
             name = prefix + base + path
             if name in files:
                 read += snapshot.atimes_ns[path] != found.mtime_ns
-            elif cache.counts(base + path) and not renewed(path):
+            elif _shows_build(cache, base + path):
                 present.add(name)
-    reported = {path for path in evidence.new_files if path.startswith(prefix)}
+    reported = {
+        path for path in evidence.new_files if path.startswith(prefix) and _shows_build(cache, path[len(prefix) :])
+    }
     return CacheUse(
         installed=len(files),
         read=read if read or _keeps_access_times(tree.path) else None,
@@ -100,6 +102,13 @@ def _use(cache: CompiledCache, tree: Tree, prefix: str, files: Mapping[str, str]
         counters=evidence.counters,
         lines=evidence.lines,
     )
+
+
+def _shows_build(cache: CompiledCache, path: str) -> bool:
+    """Whether a file at `path` below the cache's root that was not installed is something that was compiled."""
+    parts = path.split("/")
+    passing = any(cache.skips("/".join(parts[:depth])) for depth in range(1, len(parts) + 1))  # a lock, a scratch file
+    return not passing and cache.counts(path) and not renewed(path)
 
 
 def _snapshot(folder: Path, cache: CompiledCache, base: str = "") -> Snapshot:
