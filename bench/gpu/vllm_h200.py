@@ -19,10 +19,9 @@ with a tokenizer; each call of ``play`` then names a few steps.
     store    node A's caches and daemon gone; node B at the same path, seeded by the store
     foreign  node C at another path, seeded by the store, A's and B's gone
     imports  where the seconds before an engine's own start go
-    parity   online FP8 on the CUTLASS backend, eager: tokens of a mapped engine and of a disk load are the same
 
 `restart`, `peer`, `retrain` and `killed` share one daemon of node A where they run in one call. Steps joined by ``+``
-run side by side, the second on the second GPU (``cold+parity``). With --tp 2 every step runs with one daemon per GPU.
+run side by side, the second on the second GPU (``restart+peer``). With --tp 2 every step runs with one daemon per GPU.
 With --eager nothing is compiled, which is of use only to try this script itself, on any machine and model.
 """
 
@@ -48,6 +47,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from bench.gpu.random_llama import write_llama  # noqa: E402
+
 REQUIREMENTS = (
     *("aiohttp", "aiosignal", "aiohappyeyeballs", "attrs", "frozenlist", "multidict", "propcache", "yarl", "idna"),
     *("cryptography", "cffi", "pycparser", "msgspec", "zstandard", "prometheus-client"),
@@ -66,7 +67,7 @@ REQUIREMENTS = (
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (34, 31, 28, 27, 17, 12, 5)] + ["manylinux2014_x86_64", "linux_x86_64"]
 PACKAGES = ("daemon", "seeding", "stores", "configs")
 PROMPTS = ("What is the capital of France?", "Write one sentence about the sea.", "Count from one to ten.")
-STEPS = ("model", "cold", "plain", "restart", "peer", "retrain", "killed", "store", "foreign", "imports", "parity")
+STEPS = ("model", "cold", "plain", "restart", "peer", "retrain", "killed", "store", "foreign", "imports")
 SHAPE = {"dtype": "bfloat16", "max_model_len": 2048, "gpu_memory_utilization": 0.5}
 # What each figure must not exceed, in seconds (Llama-8B shape, one H200).
 LIMITS = {
@@ -136,60 +137,6 @@ def _installed(distribution: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
-
-
-def write_model(folder: Path, tokenizer: Path, *, seed: int = 0) -> None:
-    """A random Llama-8B shape: real sizes, real kernels, meaningless words."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in tokenizer.iterdir():
-        if path.is_file() and path.suffix in (".json", ".jinja") and path.name != "config.json":
-            shutil.copy(path, folder / path.name)
-    hidden, inner, layers, heads, groups, vocabulary = 4096, 14336, 32, 32, 8, 128256
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        scale = 0.5 / columns**0.5
-        return (
-            (torch.randn(rows, columns, generator=generator, device=device, dtype=torch.float32) * scale)
-            .bfloat16()
-            .cpu()
-        )
-
-    index: dict[str, str] = {}
-    shards = 4
-    for shard in range(shards):
-        tensors: dict[str, torch.Tensor] = {}
-        if shard == 0:
-            tensors["model.embed_tokens.weight"] = matrix(vocabulary, hidden)
-        if shard == shards - 1:
-            tensors["lm_head.weight"] = matrix(vocabulary, hidden)
-            tensors["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-        for layer in range(shard * layers // shards, (shard + 1) * layers // shards):
-            start = f"model.layers.{layer}."
-            sizes = {
-                "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden // heads * groups, hidden),
-                "self_attn.v_proj": (hidden // heads * groups, hidden), "self_attn.o_proj": (hidden, hidden),
-                "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
-            }  # fmt: skip
-            tensors.update({f"{start}{name}.weight": matrix(*size) for name, size in sizes.items()})
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                tensors[f"{start}{norm}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-        name = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        index.update(dict.fromkeys(tensors, name))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
 @dataclass
@@ -284,7 +231,7 @@ class Play:
         if (self.model / "model.safetensors.index.json").is_file():
             return None
         began = time.monotonic()
-        write_model(self.model, self.tokenizer)
+        write_llama(self.model, self.tokenizer)
         return {"model_write_s": round(time.monotonic() - began, 1)}
 
     def step_cold(self, gpu: int) -> dict[str, Any]:
@@ -384,22 +331,6 @@ class Play:
                 **_said("foreign", plain), "foreign_lines": _evidence(plain.log),
                 "foreign_parts": _parts(plain.log),
             }  # fmt: skip
-
-    def step_parity(self, gpu: int) -> dict[str, Any]:
-        fp8 = {"quantization": "fp8", "kernel_config": {"linear_backend": "cutlass"}, "enforce_eager": True}
-        node = self.node("P", self.work / f"parity{self.tp}", gpu, "--no-rehearsal", **fp8)
-        node.start()
-        try:
-            mapped = node.ask(prompts=PROMPTS, **node.loader(fallback=False))
-        finally:
-            node.stop()
-        plain = node.ask(prompts=PROMPTS)
-        same = (mapped.tokens, mapped.logprobs) == (plain.tokens, plain.logprobs)
-        return {
-            "parity": same, "parity_mapped": mapped.mapped, "parity_plain_unmapped": not plain.mapped,
-            **_said("parity", mapped),
-            "parity_fp8": "fp8" in mapped.log.lower(), "parity_load_s": _seconds(plain.log),
-        }  # fmt: skip
 
     def step_imports(self, gpu: int) -> dict[str, Any]:
         node = self.node("A", self.canonical, gpu)
@@ -540,7 +471,7 @@ def summary(figures: dict[str, Any]) -> dict[str, Any]:
     same = {
         name: figures[name] == reference
         for name in figures
-        if name.endswith("_tokens") and not name.startswith(("plain", "retrain", "parity"))
+        if name.endswith("_tokens") and not name.startswith(("plain", "retrain"))
     }
     holds = {name: value for name, value in figures.items() if isinstance(value, bool)}
     if "retrain_tokens" in figures:

@@ -2,7 +2,7 @@
 
 From 0.30 on, vLLM's methods declare it themselves (``supports_pre_processed_weights``). For the releases before, the
 list below is explicit: each entry was read in those releases' sources and its output compared bit for bit with a disk
-load (``bench/gpu/vllm_h200.py play --steps model,parity``). Whatever is not in it is refused before the slow load.
+load (``bench/gpu/vllm_fp8_parity.py``). Whatever is not in it is refused before the slow load.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["check_quantization", "finish_processed", "post_process"]
 
 _KV_PLACEHOLDERS: Final = ("k_scale", "v_scale", "q_scale", "prob_scale")
+_CUTLASS: Final = "CutlassFP8ScaledMMLinearKernel"
+_CUTLASS_BLOCKS: Final = "CutlassFp8BlockScaledMMKernel"
 
 
 def check_quantization(model: torch.nn.Module, release: Release, *, on_gpu: bool) -> None:
@@ -128,23 +130,25 @@ def _restore_ranges(layer: Any) -> None:
 
 
 class _Fp8Linear(_Entry):
-    """FP8 with one scale a tensor or a channel on vLLM's own CUTLASS kernel; other kernels repack."""
+    """FP8 on vLLM's own CUTLASS kernels, with a scale a tensor, a channel or a block; other kernels repack."""
 
     def accepts(self, method: Any, layer: Any) -> bool:
-        kernel = type(getattr(method, "fp8_linear", None)).__name__
+        if getattr(method, "use_marlin", False):
+            return False
+        if _kernel(method) == _CUTLASS_BLOCKS:
+            return True
         # Padding changes what the kernel remembers as the layer's real width.
-        aligned = all(size % 16 == 0 for size in layer.weight.shape)
-        return (
-            kernel == "CutlassFP8ScaledMMLinearKernel"
-            and aligned
-            and not getattr(method, "use_marlin", False)
-            and not getattr(method, "block_quant", False)
-        )
+        return _kernel(method) == _CUTLASS and all(size % 16 == 0 for size in layer.weight.shape)
 
     def finish(self, method: Any, layer: Any, original: Callable[[Any], None]) -> None:
-        if not getattr(method, "act_q_static", False):
+        if getattr(layer, "input_scale", None) is None:  # no tensor of the daemon's: scaled anew for each activation
             layer.input_scale = None
-        method.fp8_linear.process_weights_after_loading(layer)
+        if _kernel(method) == _CUTLASS:
+            method.fp8_linear.process_weights_after_loading(layer)
+
+
+def _kernel(method: Any) -> str:
+    return type(getattr(method, "fp8_linear", None)).__name__
 
 
 # For 0.20 to 0.29. MoE methods rearrange experts for whichever kernel is picked and are left out until proven.
@@ -153,8 +157,14 @@ PROCESSED: Final[Mapping[str, _Entry]] = {
     "UnquantizedEmbeddingMethod": _Entry(),
     "Fp8LinearMethod": _Fp8Linear(),
     "Fp8PerTensorOnlineLinearMethod": _Fp8Linear(),
-    "Fp8KVCacheMethod": _KvCacheScales(),
+    "Fp8PtpcOnlineLinearMethod": _Fp8Linear(),
+    "Fp8PerBlockOnlineLinearMethod": _Fp8Linear(),
+    "ModelOptFp8LinearMethod": _Fp8Linear(),
+    "ModelOptFp8PcPtLinearMethod": _Fp8Linear(),
     "BaseKVCacheMethod": _KvCacheScales(),
+    "Fp8KVCacheMethod": _KvCacheScales(),
+    "ModelOptFp8KVCacheMethod": _KvCacheScales(),
+    "ModelOptKVCacheMethod": _KvCacheScales(),
 }
 
 

@@ -21,7 +21,7 @@ def kernel(name: str) -> Any:
 
 
 def fp8(name: str = "CutlassFP8ScaledMMLinearKernel", **flags: bool) -> Any:
-    return SimpleNamespace(fp8_linear=kernel(name), use_marlin=False, block_quant=False, act_q_static=False, **flags)
+    return SimpleNamespace(fp8_linear=kernel(name), **flags)
 
 
 def layer(*shape: int) -> Any:
@@ -57,11 +57,14 @@ def test_other_kernels_and_padded_sizes_are_refused(method: Any, size: tuple[int
     assert not PROCESSED["Fp8LinearMethod"].accepts(method, layer(*size))
 
 
-@pytest.mark.parametrize("flag", ["use_marlin", "block_quant"])
-def test_fp8_variants_that_repack_are_refused(flag: str) -> None:
-    method = fp8()
-    setattr(method, flag, True)
-    assert not PROCESSED["Fp8LinearMethod"].accepts(method, layer(64, 64))
+def test_fp8_that_marlin_repacks_is_refused() -> None:
+    assert not PROCESSED["Fp8LinearMethod"].accepts(fp8(use_marlin=True), layer(64, 64))
+
+
+def test_blocks_on_another_kernel_are_refused() -> None:
+    """DeepGEMM lays scales out anew; the weights that an engine has of it are not what the list was proven with."""
+    assert PROCESSED["Fp8PerBlockOnlineLinearMethod"].accepts(fp8("CutlassFp8BlockScaledMMKernel"), layer(64, 100))
+    assert not PROCESSED["Fp8PerBlockOnlineLinearMethod"].accepts(fp8("DeepGemmFp8BlockScaledMMKernel"), layer(64, 64))
 
 
 def test_constants_that_no_checkpoint_holds_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,12 +90,20 @@ def test_processed_fp8_weights_are_not_processed_again() -> None:
     assert target.input_scale is None
 
 
-def test_a_static_activation_scale_stays_mapped() -> None:
-    method, target = fp8(), layer(64, 64)
-    method.act_q_static = True
+@pytest.mark.parametrize("name", ["Fp8LinearMethod", "ModelOptFp8LinearMethod"])
+def test_a_static_activation_scale_stays_mapped(name: str) -> None:
+    target = layer(64, 64)
     target.input_scale = torch.tensor(0.5)
-    PROCESSED["Fp8LinearMethod"].finish(method, target, lambda layer: None)
+    PROCESSED[name].finish(fp8(), target, lambda layer: None)
     assert float(target.input_scale) == 0.5
+
+
+def test_blocks_are_left_as_they_are_mapped() -> None:
+    """The kernel keeps nothing of them, and would write into memory that other engines read."""
+    method, target = fp8("CutlassFp8BlockScaledMMKernel"), layer(64, 64)
+    PROCESSED["Fp8PerBlockOnlineLinearMethod"].finish(method, target, lambda layer: pytest.fail("not again"))
+    assert method.fp8_linear.processed == []
+    assert target.input_scale is None
 
 
 def test_kv_cache_scales_come_from_the_buffers_and_their_placeholders_go() -> None:
