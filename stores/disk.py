@@ -178,11 +178,9 @@ class DiskStore(FileStore):
                 self._go_to_memory(error)
         await self._remember(key, body)
 
-    async def delete(self, key: str) -> bool:
-        """Remove the object; whether there was one."""
-        check_key(key)
+    async def _delete(self, key: str) -> bool:
         kept = self._memory is not None and self._memory.pop(key, None) is not None
-        return await super().delete(key) or kept
+        return await super()._delete(key) or kept
 
     async def _remember(self, key: str, body: Body) -> None:
         if self._memory is None or body.size > _MEMORY // 2:

@@ -7,16 +7,17 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from warmseed.blocking import BlockingPool
-from warmseed.stores.base import CHUNK, BaseStore, Body, ObjectInfo, ObjectReader, Observer, StoreLimits, length_from
+from warmseed.stores.base import CHUNK, Body, ObjectInfo, ObjectReader, Observer, StoreLimits, length_from
 from warmseed.stores.errors import ObjectInvalid
 from warmseed.stores.files import Entry, OpenFile, Tree, Writing, info_of
+from warmseed.stores.prunable import BasePrunableStore
 
 __all__ = ["FileReader", "FileStore"]
 
 T = TypeVar("T")
 
 
-class FileStore(BaseStore):
+class FileStore(BasePrunableStore):
     """A store over a `Tree`; one worker thread an operation, from a pool that a hung file system may block."""
 
     def __init__(
@@ -103,8 +104,7 @@ class FileStore(BaseStore):
         status = await self._blocking(lambda: self._tree.stat(key))
         return None if status is None else info_of(key, status)
 
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Every object whose key starts with `prefix`, by key."""
+    async def _list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         for entry in await self.entries(prefix):
             yield ObjectInfo(entry.key, entry.size, entry.modified)
 
@@ -112,8 +112,7 @@ class FileStore(BaseStore):
         """The same with times of last use, for garbage collection."""
         return await self._blocking(lambda: sorted(self._tree.entries(prefix), key=lambda e: e.key))
 
-    async def delete(self, key: str) -> bool:
-        """Remove the object; whether there was one."""
+    async def _delete(self, key: str) -> bool:
         return await self._blocking(lambda: self._tree.delete(key))
 
 

@@ -34,10 +34,14 @@ class wrapped:  # noqa: N801 - used as a statement, like asyncio.timeout
         StoreUnavailable: for any other foreign exception.
     """
 
-    __slots__ = ("_deadline", "_key", "_operation", "_scope", "_store")
+    __slots__ = ("_deadline", "_key", "_operation", "_scope", "_store", "_then")
 
-    def __init__(self, store: str, operation: str, key: str, deadline: float) -> None:
+    def __init__(
+        self, store: str, operation: str, key: str, deadline: float, *, then: str = "treated as a miss"
+    ) -> None:
+        """`then` says what follows from a failure of the tier."""
         self._store, self._operation, self._key, self._deadline = store, operation, key, deadline
+        self._then = then
         self._scope = asyncio.timeout(deadline)
 
     async def __aenter__(self) -> Self:
@@ -60,7 +64,7 @@ class wrapped:  # noqa: N801 - used as a statement, like asyncio.timeout
             raise StoreFull(f"{what}; nothing was kept") from error
         if isinstance(error, OSError) and error.errno in _REFUSED:
             raise StoreRefused(f"{what}; grant the right, or leave this store out") from error
-        raise StoreUnavailable(f"{what}; treated as a miss") from error
+        raise StoreUnavailable(f"{what}; {self._then}") from error
 
 
 class GuardedReader:

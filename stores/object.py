@@ -27,8 +27,9 @@ from obstore.store import HTTPStore, ObjectStore, from_url
 
 from warmseed.blocking import run_blocking
 from warmseed.errors import ConfigurationError, printable
-from warmseed.stores.base import CHUNK, BaseStore, Body, ObjectInfo, ObjectReader, Observer, StoreLimits, length_from
+from warmseed.stores.base import CHUNK, Body, ObjectInfo, ObjectReader, Observer, StoreLimits, length_from
 from warmseed.stores.errors import StoreRefused
+from warmseed.stores.prunable import BasePrunableStore
 from warmseed.stores.registry import Backend, StoreContext
 
 if TYPE_CHECKING:  # they exist for type checkers only
@@ -60,7 +61,7 @@ class _Stream(Protocol):
     def __aiter__(self) -> AsyncIterator[bytes]: ...
 
 
-class ObjectStoreTier(BaseStore):
+class ObjectStoreTier(BasePrunableStore):
     """Objects in a bucket, container or HTTP folder."""
 
     def __init__(
@@ -122,19 +123,23 @@ class ObjectStoreTier(BaseStore):
             "credentials. S3 also answers so for a missing key when the right to list is missing"
         )
 
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Every object whose key starts with `prefix`."""
+    async def _list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
-        async for batch in obstore.list(self._store, prefix=folder or None):
-            for meta in batch:
-                if meta["path"].startswith(prefix):
-                    yield ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
+        try:
+            async for batch in obstore.list(self._store, prefix=folder or None):
+                for meta in batch:
+                    if meta["path"].startswith(prefix):
+                        yield ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
+        except _FORBIDDEN as error:
+            raise self._refused("listing", prefix, error) from error
 
-    async def delete(self, key: str) -> bool:
-        """Remove the object; whether there was one."""
-        there = await self.stat(key) is not None
+    async def _delete(self, key: str) -> bool:
+        there = await self._stat(key) is not None
         if there:
-            await obstore.delete_async(self._store, key)
+            try:
+                await obstore.delete_async(self._store, key)
+            except _FORBIDDEN as error:
+                raise self._refused("deleting", key, error) from error
         return there
 
 
@@ -167,7 +172,7 @@ def split_credentials(url: str) -> tuple[str, dict[str, str]]:
     return urlunsplit(parts._replace(netloc=host)), header
 
 
-async def _open(context: StoreContext, options: ObjectOptions) -> BaseStore:
+async def _open(context: StoreContext, options: ObjectOptions) -> ObjectStoreTier:
     url, headers = split_credentials(_normal(context.url))
     if options.token_file:
         token = await run_blocking(_secret, options.token_file, context.name)

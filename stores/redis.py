@@ -33,7 +33,6 @@ from redis.typing import EncodableT, FieldT
 from warmseed.blocking import run_blocking
 from warmseed.errors import ConfigurationError, printable
 from warmseed.stores.base import (
-    BaseStore,
     Body,
     ObjectInfo,
     ObjectReader,
@@ -43,6 +42,7 @@ from warmseed.stores.base import (
     length_from,
 )
 from warmseed.stores.errors import ObjectInvalid, StoreFull, StoreRefused
+from warmseed.stores.prunable import BasePrunableStore
 from warmseed.stores.registry import Backend, StoreContext
 
 __all__ = ["BACKEND", "RedisOptions", "RedisStore"]
@@ -62,7 +62,7 @@ class RedisOptions(msgspec.Struct, frozen=True):
     ttl: int = 0  # seconds after which an object expires; 0: never
 
 
-class RedisStore(BaseStore):
+class RedisStore(BasePrunableStore):
     """Objects in one Redis database."""
 
     def __init__(
@@ -180,19 +180,19 @@ class RedisStore(BaseStore):
         (size,) = await self._look(key, "size")
         return None if size is None else ObjectInfo(key, _number(size, self.name, key))
 
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Every object whose key starts with `prefix`."""
+    async def _list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         start = self._prefix + prefix
-        async for raw in self._client.scan_iter(match=_literal(start) + "*", _type="HASH"):
-            key = cast("bytes", raw).decode(errors="replace").removeprefix(self._prefix)
-            info = await self._stat(key)
-            if info is not None:
-                yield info
+        with _refusals(self.name, prefix):
+            async for raw in self._client.scan_iter(match=_literal(start) + "*", _type="HASH"):
+                key = cast("bytes", raw).decode(errors="replace").removeprefix(self._prefix)
+                info = await self._stat(key)
+                if info is not None:
+                    yield info
 
-    async def delete(self, key: str) -> bool:
-        """Remove the object; whether there was one."""
+    async def _delete(self, key: str) -> bool:
         (old,) = await self._look(key, "generation")
-        removed = await self._client.delete(self._prefix + key)
+        with _refusals(self.name, key):
+            removed = await self._client.delete(self._prefix + key)
         if old:
             await self._expire_parts(key, old.decode("ascii", "replace"))
         return bool(removed)

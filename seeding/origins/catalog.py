@@ -14,7 +14,7 @@ from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.trust.manifest import MANIFEST_BYTES, Manifest
 from warmseed.stores.chain import Chain
 
-__all__ = ["Catalog"]
+__all__ = ["HEAD_BYTES", "Catalog"]
 
 WINDOW = 8  # generations looked up at once
 MAX_WINDOWS = 64  # windows before the search ends, whatever the store says

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from warmseed.stores.base import CHUNK, BaseStore, Body, ObjectInfo, ObjectReader, Observer, StoreLimits, length_from
+from warmseed.stores.base import CHUNK, Body, ObjectInfo, ObjectReader, Observer, StoreLimits, length_from
 from warmseed.stores.errors import StoreRefused
+from warmseed.stores.prunable import BasePrunableStore
 
 __all__ = ["Call", "FakeStore", "Faults"]
 
@@ -18,7 +19,7 @@ __all__ = ["Call", "FakeStore", "Faults"]
 class Call:
     """One operation that reached the store."""
 
-    operation: str  # ``open`` (also for `get`), ``put`` or ``stat``
+    operation: str  # ``open`` (also for `get`), ``put``, ``stat``, ``list`` or ``delete``
     key: str
 
 
@@ -37,10 +38,12 @@ class Faults:
     stall: int | None = None  # bytes after which a read never goes on
     states: int | None = None  # the length that reads and stats state, whatever is sent
     lie: Callable[[bytes], bytes] | None = None  # what reads send instead
-    operations: frozenset[str] = frozenset({"open", "put", "stat"})  # which of them latency, hang, drop, flap meet
+    operations: frozenset[str] = frozenset(
+        {"open", "put", "stat", "list", "delete"}
+    )  # which of them latency, hang, drop, flap meet
 
 
-class FakeStore(BaseStore):
+class FakeStore(BasePrunableStore):
     """Objects in a dict, the faults in `faults`, every operation that arrived in `calls`."""
 
     def __init__(
@@ -107,14 +110,14 @@ class FakeStore(BaseStore):
             return None
         return ObjectInfo(key, len(data) if self.faults.states is None else self.faults.states)
 
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Every object whose key starts with `prefix`."""
+    async def _list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        await self._meet("list", prefix)
         for key, data in sorted(self.objects.items()):
             if key.startswith(prefix):
                 yield ObjectInfo(key, len(data))
 
-    async def delete(self, key: str) -> bool:
-        """Remove the object; whether there was one."""
+    async def _delete(self, key: str) -> bool:
+        await self._meet("delete", key)
         return self.objects.pop(key, None) is not None
 
     async def aclose(self) -> None:
