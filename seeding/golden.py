@@ -38,6 +38,7 @@ class Listed:
 
     key: ArtifactKey
     manifest: Manifest
+    envelope: bytes  # the manifest as signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def _verified(name: str, envelope: bytes, keyring: Keyring) -> Listed | None:
     except (ArtifactRefused, IndexError) as error:
         _log.info("%s is not listed: %s", name, printable(error))
         return None
-    return Listed(key, manifest)
+    return Listed(key, manifest, envelope)
 
 
 async def pin_generation(

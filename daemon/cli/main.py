@@ -13,6 +13,7 @@ from warmseed.daemon.cli.keys import app as keys_app
 from warmseed.daemon.cli.ls import ls
 from warmseed.daemon.cli.pin import pin
 from warmseed.daemon.cli.preload import preload
+from warmseed.daemon.cli.replicate import export, import_, pull, push
 from warmseed.daemon.cli.report import report
 from warmseed.daemon.cli.run import run
 from warmseed.daemon.cli.token import app as token_app
@@ -37,6 +38,10 @@ app.command("report")(report)
 app.command("ls")(ls)
 app.command("explain")(explain)
 app.command("pin")(pin)
+app.command("pull")(pull)
+app.command("push")(push)
+app.command("export")(export)
+app.command("import")(import_)
 app.command("verify")(verify)
 app.command("doctor")(doctor)
 app.add_typer(token_app)
