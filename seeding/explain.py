@@ -95,7 +95,9 @@ async def read_side(text: str, chain: Chain | None, keyring: Keyring) -> Side:
         raise ArtifactRefused("missing", f"{printable(text)} is no file")
     newest: Manifest | None = None
     async for found in list_artifacts(chain, keyring):
-        if found.manifest.config_hash.startswith(text) and len(text) >= 8:
+        if not found.manifest.config_hash.startswith(text) or len(text) < 8:
+            continue
+        if newest is None or newest.issued_at <= found.manifest.issued_at:
             newest = found.manifest
     if newest is None:
         raise ArtifactRefused(

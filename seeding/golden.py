@@ -19,12 +19,12 @@ from warmseed.seeding.trust.judge import DAY
 from warmseed.seeding.trust.keys import Keyring, PublisherKey
 from warmseed.seeding.trust.manifest import MANIFEST_BYTES, Manifest, verify_manifest
 from warmseed.seeding.trust.statements import Denial, Pin, sign_denial, sign_pin, verify_pin
-from warmseed.stores.base import PrunableStore, Store
+from warmseed.stores.base import PrunableStore
 from warmseed.stores.chain import Chain
 from warmseed.stores.errors import StoreError
 from warmseed.stores.wrappers.base import innermost
 
-__all__ = ["Listed", "Pinned", "deny", "list_artifacts", "pin_generation", "pin_run", "roll_back"]
+__all__ = ["Listed", "Pinned", "deny", "keep_newest", "list_artifacts", "pin_generation", "pin_run", "roll_back"]
 
 _log = logging.getLogger(__name__)
 _LIFE = 30 * DAY  # seconds a pin or a denial is believed, see `trust.Policy.longest_life`
@@ -60,7 +60,7 @@ async def list_artifacts(chain: Chain, keyring: Keyring, *, prefix: str = "") ->
         StoreError: when a store that can list fails.
     """
     seen: set[str] = set()
-    for store in _tiers(chain):
+    for store in chain.all_tiers():
         if not isinstance(listing := innermost(store), PrunableStore):
             continue
         names = [name async for name in _names(listing, f"{NAMESPACE}/manifest/{prefix}")]
@@ -73,8 +73,11 @@ async def list_artifacts(chain: Chain, keyring: Keyring, *, prefix: str = "") ->
                 yield found
 
 
-def _tiers(chain: Chain) -> tuple[Store, ...]:
-    return chain.tiers if chain.disk is None else (chain.disk, *chain.tiers)
+def keep_newest(newest: dict[ArtifactKey, Listed], found: Listed) -> None:
+    """Have `newest` hold the highest generation of each artifact; tiers list theirs one after the other."""
+    known = newest.get(found.key)
+    if known is None or known.manifest.generation < found.manifest.generation:
+        newest[found.key] = found
 
 
 async def _names(store: PrunableStore, prefix: str) -> AsyncIterator[str]:
@@ -138,7 +141,7 @@ async def pin_run(
     newest: dict[ArtifactKey, Listed] = {}
     async for found in list_artifacts(chain, keyring, prefix=f"{kind}/"):
         if found.manifest.run == run:
-            newest[found.key] = found
+            keep_newest(newest, found)
     if not newest:
         raise ArtifactRefused("missing", f"no store lists a generation of run {printable(run)}; nothing was pinned")
     return tuple(
@@ -251,7 +254,7 @@ async def _put_pin(
 async def _put(chain: Chain, key: str, envelope: bytes) -> None:
     """Write to every tier now: what an operator was told is done must be where every node looks."""
     failed: list[str] = []
-    for store in _tiers(chain):
+    for store in chain.all_tiers():
         try:
             await store.put(key, envelope)
         except StoreError as error:

@@ -7,6 +7,7 @@ has another generation of the same number keeps it.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +18,13 @@ from warmseed.blocking import run_blocking
 from warmseed.errors import printable
 from warmseed.seeding.artifact import ArtifactKey, denial_key, object_key
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.golden import Listed, list_artifacts
+from warmseed.seeding.golden import Listed, keep_newest, list_artifacts
 from warmseed.seeding.origins.catalog import HEAD_BYTES
 from warmseed.seeding.origins.payload import prepare_staging, remove_staged
 from warmseed.seeding.trust.dsse import ENVELOPE_BYTES
-from warmseed.seeding.trust.keys import Keyring
-from warmseed.seeding.trust.manifest import MANIFEST_BYTES
-from warmseed.seeding.trust.statements import Pin, verify_denial, verify_pin
+from warmseed.seeding.trust.judge import Trust
+from warmseed.seeding.trust.manifest import MANIFEST_BYTES, verify_manifest
+from warmseed.seeding.trust.statements import verify_pin
 from warmseed.stores.base import Body, Store
 from warmseed.stores.chain import Chain
 from warmseed.stores.errors import InvalidKey, StoreError
@@ -52,27 +53,26 @@ class Replica:
     why: str = ""  # of an outcome that is neither ``copied`` nor ``present``
 
 
-async def current_generations(source: Chain, keyring: Keyring, *, prefix: str = "", now: float) -> tuple[Listed, ...]:
+async def current_generations(source: Chain, trust: Trust, *, prefix: str = "", now: int) -> tuple[Listed, ...]:
     """Of each artifact that `source` lists, what a node would use: the newest generation, and the one that is pinned.
 
-    What has expired by `now` (unix seconds) is left out. `prefix` as for `list_artifacts`.
+    What `trust` takes for expired at `now` (unix seconds) is left out. `prefix` as for `list_artifacts`.
 
     Raises:
         StoreError: when a store that can list fails.
     """
     newest: dict[ArtifactKey, Listed] = {}
     every: dict[tuple[ArtifactKey, int], Listed] = {}
-    async for found in list_artifacts(source, keyring, prefix=prefix):
-        if found.manifest.expires_at <= now:
+    async for found in list_artifacts(source, trust.keyring, prefix=prefix):
+        try:
+            trust.check_dates("manifest", found.manifest.issued_at, found.manifest.expires_at, now)
+        except ArtifactRefused:
             continue
         every[found.key, found.manifest.generation] = found
-        known = newest.get(found.key)
-        if known is None or known.manifest.generation < found.manifest.generation:
-            newest[found.key] = found
+        keep_newest(newest, found)
     chosen: list[Listed] = []
     for key, latest in newest.items():
-        pin = _believed_pin(await source.get(key.pin_key, limit=ENVELOPE_BYTES, fresh=True), key, keyring, now)
-        pinned = None if pin is None else every.get((key, pin.generation))
+        pinned = every.get((key, await _pinned(source, key, trust, now) or 0))
         if pinned is not None and pinned is not latest:
             chosen.append(pinned)
         chosen.append(latest)
@@ -80,7 +80,7 @@ async def current_generations(source: Chain, keyring: Keyring, *, prefix: str = 
 
 
 async def replicate(
-    listed: Listed, source: Chain, targets: Sequence[Store], keyring: Keyring, *, staging: Path, now: float
+    listed: Listed, source: Chain, targets: Sequence[Store], trust: Trust, *, staging: Path, now: int
 ) -> tuple[Replica, ...]:
     """Have each of `targets` hold one generation of `source`, and its pin; what became of it at each.
 
@@ -89,28 +89,22 @@ async def replicate(
     Raises:
         OSError: when `staging` can't be written.
     """
-    denial = await source.get(denial_key(listed.manifest.sha256), limit=ENVELOPE_BYTES, fresh=True)
-    if _forbids(denial, listed, keyring, now):
-        return tuple(Replica(listed, t.name, "denied", why="the fleet forbids this payload") for t in targets)
+    if (why := await _denied(listed, source, targets, trust, now)) is not None:
+        return tuple(Replica(listed, target.name, "denied", why=why) for target in targets)
     await run_blocking(prepare_staging, staging)
     objects: list[_Object] = []
     try:
         try:
             objects = await _gather(listed, source, staging)
         except ArtifactRefused as error:
-            return tuple(Replica(listed, t.name, "missing", why=printable(error)) for t in targets)
-        pin = await source.get(listed.key.pin_key, limit=ENVELOPE_BYTES, fresh=True)
-        valid = _believed_pin(pin, listed.key, keyring, now)
+            return tuple(Replica(listed, target.name, "missing", why=printable(error)) for target in targets)
+        pinned = await _pinned(source, listed.key, trust, now) is not None
         done = []
         for target in targets:
             try:
-                denial = await target.get(denial_key(listed.manifest.sha256), limit=ENVELOPE_BYTES)
-                if _forbids(denial, listed, keyring, now):
-                    done.append(Replica(listed, target.name, "denied", why="this payload is forbidden there"))
-                    continue
-                replica = await _copy(listed, objects, target)
-                if pin is not None and valid is not None and replica.outcome in ("copied", "present"):
-                    await _copy_pin(listed.key, pin, valid, target, keyring)
+                replica = await _copy(listed, objects, target, trust)
+                if pinned and replica.outcome in ("copied", "present"):
+                    await _copy_pin(listed.key, source, target, trust)
             except StoreError as error:
                 replica = Replica(listed, target.name, "failed", why=printable(error))
             done.append(replica)
@@ -170,7 +164,7 @@ async def _at_reference(listed: Listed, source: Chain) -> bool:
     return data is not None and await sha256_of(data) == manifest.sha256
 
 
-async def _copy(listed: Listed, objects: Sequence[_Object], target: Store) -> Replica:
+async def _copy(listed: Listed, objects: Sequence[_Object], target: Store, trust: Trust) -> Replica:
     """Write what `target` lacks of one generation, in order.
 
     Raises:
@@ -178,11 +172,11 @@ async def _copy(listed: Listed, objects: Sequence[_Object], target: Store) -> Re
     """
     *parts, manifest = objects
     there = await target.get(manifest.key, limit=MANIFEST_BYTES)
-    if there is not None and there != listed.envelope:
+    if there is not None and not _equivalent(there, listed, trust):
         why = f"it has another generation {listed.manifest.generation} already; nothing was replaced"
         return Replica(listed, target.name, "conflict", why=why)
     written = 0
-    for item in (*parts, manifest):
+    for item in parts if there is not None else objects:
         known = await target.stat(item.key)
         if known is None or known.size != item.body.size:
             await target.put(item.key, item.body)
@@ -193,38 +187,46 @@ async def _copy(listed: Listed, objects: Sequence[_Object], target: Store) -> Re
     return Replica(listed, target.name, "copied" if written else "present", written)
 
 
+def _equivalent(envelope: bytes, listed: Listed, trust: Trust) -> bool:
+    """Whether a manifest of the same number describes the same payload: two nodes may have published it at once."""
+    try:
+        manifest, _ = verify_manifest(envelope, trust.keyring)
+    except ArtifactRefused:
+        return False
+    return (manifest.sha256, manifest.stored) == (listed.manifest.sha256, listed.manifest.stored)
+
+
 # What the fleet has said of a generation -----------------------------------------------------------------
 
 
-def _forbids(envelope: bytes | None, listed: Listed, keyring: Keyring, now: float) -> bool:
-    """Whether `envelope` is a denial of the generation's payload that still holds."""
-    if envelope is None:
-        return False
-    try:
-        denial = verify_denial(envelope, keyring)
-    except ArtifactRefused:
-        return False
-    return denial.sha256 == listed.manifest.sha256 and denial.expires_at > now
+async def _denied(listed: Listed, source: Chain, targets: Sequence[Store], trust: Trust, now: int) -> str | None:
+    """Why the payload must not be used, as the source or a target knows it, or `None`."""
+    key = denial_key(listed.manifest.sha256)
+    envelopes = [await source.get(key, limit=ENVELOPE_BYTES, fresh=True)]
+    for target in targets:
+        with contextlib.suppress(StoreError):  # a target that can't be asked will not take the copy either
+            envelopes.append(await target.get(key, limit=ENVELOPE_BYTES))
+    for envelope in envelopes:
+        if envelope is not None:
+            with contextlib.suppress(ArtifactRefused):  # signed by a stranger, or over
+                trust.deny(envelope, now=now)
+    return trust.denied(listed.manifest.sha256, now=now)
 
 
-def _believed_pin(envelope: bytes | None, key: ArtifactKey, keyring: Keyring, now: float) -> Pin | None:
-    if envelope is None:
-        return None
-    try:
-        pin = verify_pin(envelope, keyring)
-    except ArtifactRefused:
-        return None
-    return pin if pin.key == key and pin.expires_at > now else None
+async def _pinned(source: Chain, key: ArtifactKey, trust: Trust, now: int) -> int | None:
+    """The generation of `key` that the fleet's pin names, if it is valid."""
+    pin = await source.get(key.pin_key, limit=ENVELOPE_BYTES, fresh=True)
+    return None if pin is None else trust.pinned(pin, key, now=now)
 
 
-async def _copy_pin(key: ArtifactKey, envelope: bytes, pin: Pin, target: Store, keyring: Keyring) -> None:
-    """Pin the same generation at `target`, unless something newer was said there."""
+async def _copy_pin(key: ArtifactKey, source: Chain, target: Store, trust: Trust) -> None:
+    """Pin at `target` what is pinned at `source`, unless something newer was said there."""
+    pin = await source.get(key.pin_key, limit=ENVELOPE_BYTES, fresh=True)
+    if pin is None:
+        return
     there = await target.get(key.pin_key, limit=ENVELOPE_BYTES)
     if there is not None:
-        try:
-            known = verify_pin(there, keyring)
-        except ArtifactRefused:
-            known = None
-        if known is not None and known.key == key and known.issued_at >= pin.issued_at:
-            return
-    await target.put(key.pin_key, envelope)
+        with contextlib.suppress(ArtifactRefused):
+            if verify_pin(there, trust.keyring).issued_at >= verify_pin(pin, trust.keyring).issued_at:
+                return
+    await target.put(key.pin_key, pin)

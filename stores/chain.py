@@ -55,7 +55,7 @@ class Chain:
     @property
     def name(self) -> str:
         """The chain as it is: ``disk -> mooncake|retry|breaker -> s3|retry|breaker``."""
-        return " -> ".join(tier.name for tier in self._all())
+        return " -> ".join(tier.name for tier in self.all_tiers())
 
     def states(self) -> dict[str, str]:
         """Each shared tier's breaker: ``closed`` (in use), ``open`` or ``half-open``; tiers without one are closed."""
@@ -64,7 +64,8 @@ class Chain:
     def __repr__(self) -> str:
         return f"<Chain {self.name} writes={self.writes}>"
 
-    def _all(self) -> tuple[Store, ...]:
+    def all_tiers(self) -> tuple[Store, ...]:
+        """The disk, if there is one, and every shared tier."""
         return self.tiers if self.disk is None else (self.disk, *self.tiers)
 
     # Small objects -----------------------------------------------------------------------------
@@ -123,7 +124,7 @@ class Chain:
     async def answers(self, key: str, *, limit: int, fresh: bool = False) -> AsyncIterator[Answer]:
         """What each tier has, in order; nothing is filled. For callers that compare (the newest of several)."""
         check_key(key)
-        order = (*self.tiers, self.disk) if fresh else self._all()
+        order = (*self.tiers, self.disk) if fresh else self.all_tiers()
         for tier in order:
             if tier is not None and (data := await self._ask(tier, key, limit)) is not None:
                 yield Answer(tier.name, data)
@@ -198,7 +199,7 @@ class Chain:
     async def stat(self, key: str) -> ObjectInfo | None:
         """The first tier's word on the object, or `None`."""
         check_key(key)
-        for tier in self._all():
+        for tier in self.all_tiers():
             try:
                 info = await tier.stat(key)
             except StoreError as error:
@@ -240,7 +241,7 @@ class Chain:
         check_key(key)
         value = Body.of(body) if isinstance(body, bytes) else body
         result: dict[str, StoreError | None] = {}
-        for tier in self._all():
+        for tier in self.all_tiers():
             try:
                 await tier.put(key, value)
                 result[tier.name] = None
@@ -257,7 +258,7 @@ class Chain:
         await self.fan_out.aclose()
         await self._lookups.aclose()
         await self._fetcher.aclose()
-        for tier in self._all():
+        for tier in self.all_tiers():
             await tier.aclose()
 
     # How it is done ----------------------------------------------------------------------------

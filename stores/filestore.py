@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -104,7 +104,7 @@ class FileStore(BasePrunableStore):
         status = await self._blocking(lambda: self._tree.stat(key))
         return None if status is None else info_of(key, status)
 
-    async def _list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+    async def _list(self, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
         for entry in await self.entries(prefix):
             yield ObjectInfo(entry.key, entry.size, entry.modified)
 

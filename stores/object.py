@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -123,7 +123,7 @@ class ObjectStoreTier(BasePrunableStore):
             "credentials. S3 also answers so for a missing key when the right to list is missing"
         )
 
-    async def _list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+    async def _list(self, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
         folder = prefix.rpartition("/")[0]
         try:
             async for batch in obstore.list(self._store, prefix=folder or None):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from warmseed.stores.base import BaseStore, ObjectInfo, check_key
 from warmseed.stores.guards import wrapped
@@ -16,7 +17,7 @@ class BasePrunableStore(BaseStore):
     """A `PrunableStore`: a back end writes `_list` and `_delete` as well."""
 
     @abstractmethod
-    def _list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+    def _list(self, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
         """Every object whose key starts with `prefix`. May raise `OSError` or any library's exception."""
 
     @abstractmethod
@@ -31,15 +32,15 @@ class BasePrunableStore(BaseStore):
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + self.limits.stream_deadline
-        found = aiter(self._list(prefix))
-        while True:
-            left = max(0.0, until - loop.time())
-            async with wrapped(self.name, "list", prefix or "everything", left, then="the listing ends here"):
-                try:
-                    info = await anext(found)
-                except StopAsyncIteration:
-                    return
-            yield info
+        async with contextlib.aclosing(self._list(prefix)) as found:
+            while True:
+                left = max(0.0, until - loop.time())
+                async with wrapped(self.name, "list", prefix or "everything", left, then="the listing ends here"):
+                    try:
+                        info = await anext(found)
+                    except StopAsyncIteration:
+                        return
+                yield info
 
     async def delete(self, key: str) -> bool:
         """Remove the object; whether there was one.

@@ -180,7 +180,7 @@ class RedisStore(BasePrunableStore):
         (size,) = await self._look(key, "size")
         return None if size is None else ObjectInfo(key, _number(size, self.name, key))
 
-    async def _list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+    async def _list(self, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
         start = self._prefix + prefix
         with _refusals(self.name, prefix):
             async for raw in self._client.scan_iter(match=_literal(start) + "*", _type="HASH"):

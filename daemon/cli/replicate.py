@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +15,7 @@ import typer
 from warmseed.daemon.cli.fleet import CacheRoot, Fleet, SigningKey, Stores, TokenFile, TrustedKeys, open_fleet
 from warmseed.errors import ConfigurationError, WarmseedError, printable
 from warmseed.seeding.replicate import Replica, current_generations, replicate
+from warmseed.seeding.trust.judge import Trust
 from warmseed.stores.base import PrunableStore, Store
 from warmseed.stores.chain import Chain
 from warmseed.stores.folder import FolderStore
@@ -44,7 +45,10 @@ def pull(
     def route(fleet: Fleet, opened: AsyncExitStack) -> tuple[Chain, Sequence[Store]]:
         return Chain(None, _shared(fleet), writes="none"), _disk(fleet)
 
-    _run(route, prefix, cache_root, stores, token_file, signing_key, trusted_keys, as_json=as_json)
+    opening = open_fleet(
+        cache_root, stores=stores, token_file=token_file, signing_key=signing_key, trusted_keys=trusted_keys
+    )
+    _run(opening, route, prefix, as_json=as_json)
 
 
 def push(
@@ -62,7 +66,10 @@ def push(
     def route(fleet: Fleet, opened: AsyncExitStack) -> tuple[Chain, Sequence[Store]]:
         return Chain(fleet.chain.disk, (), writes="none"), _shared(fleet)
 
-    _run(route, prefix, cache_root, stores, token_file, signing_key, trusted_keys, as_json=as_json)
+    opening = open_fleet(
+        cache_root, stores=stores, token_file=token_file, signing_key=signing_key, trusted_keys=trusted_keys
+    )
+    _run(opening, route, prefix, as_json=as_json)
 
 
 def export(
@@ -86,7 +93,10 @@ def export(
             raise ConfigurationError(f"{target} can't be made: {error.strerror}; nothing was exported") from error
         return fleet.chain, [_folder(target, opened)]
 
-    _run(route, prefix, cache_root, stores, token_file, signing_key, trusted_keys, as_json=as_json)
+    opening = open_fleet(
+        cache_root, stores=stores, token_file=token_file, signing_key=signing_key, trusted_keys=trusted_keys
+    )
+    _run(opening, route, prefix, as_json=as_json)
 
 
 def import_(
@@ -108,7 +118,10 @@ def import_(
             raise ConfigurationError(f"{source} is not a folder; nothing was imported")
         return Chain(None, [_folder(source, opened)], writes="none"), [*_disk(fleet), *fleet.chain.tiers]
 
-    _run(route, prefix, cache_root, stores, token_file, signing_key, trusted_keys, as_json=as_json)
+    opening = open_fleet(
+        cache_root, stores=stores, token_file=token_file, signing_key=signing_key, trusted_keys=trusted_keys
+    )
+    _run(opening, route, prefix, as_json=as_json)
 
 
 def _shared(fleet: Fleet) -> Sequence[Store]:
@@ -127,33 +140,19 @@ def _disk(fleet: Fleet) -> Sequence[Store]:
     return [] if fleet.chain.disk is None else [fleet.chain.disk]
 
 
-def _run(
-    route: Route,
-    prefix: str,
-    cache_root: Path | None,
-    stores: str,
-    token_file: Path | None,
-    signing_key: Path | None,
-    trusted_keys: list[str] | None,
-    *,
-    as_json: bool,
-) -> None:
+def _run(opening: AbstractAsyncContextManager[Fleet], route: Route, prefix: str, *, as_json: bool) -> None:
     """Copy along `route`, and say so line by line; exit code 1 if anything is not where it was to be."""
 
     async def work() -> list[Replica]:
         done: list[Replica] = []
         async with AsyncExitStack() as opened:
-            fleet = await opened.enter_async_context(
-                open_fleet(
-                    cache_root, stores=stores, token_file=token_file, signing_key=signing_key, trusted_keys=trusted_keys
-                )
-            )
+            fleet = await opened.enter_async_context(opening)
             source, targets = route(fleet, opened)
             _require_listing(source)
-            now = time.time()
-            for listed in await current_generations(source, fleet.keyring, prefix=prefix, now=now):
+            trust, now = Trust(fleet.keyring), int(time.time())
+            for listed in await current_generations(source, trust, prefix=prefix, now=now):
                 for replica in await replicate(
-                    listed, source, targets, fleet.keyring, staging=fleet.state / "staging", now=now
+                    listed, source, targets, trust, staging=fleet.state / "staging", now=now
                 ):
                     done.append(replica)
                     if not as_json:
@@ -172,9 +171,8 @@ def _run(
 
 def _require_listing(source: Chain) -> None:
     """Refuse a source that can't say what it holds: everything would look as if there were nothing."""
-    tiers = source.tiers if source.disk is None else (source.disk, *source.tiers)
-    if not any(isinstance(innermost(tier), PrunableStore) for tier in tiers):
-        names = ", ".join(tier.name for tier in tiers)
+    if not any(isinstance(innermost(tier), PrunableStore) for tier in source.all_tiers()):
+        names = ", ".join(tier.name for tier in source.all_tiers())
         raise ConfigurationError(f"{names} can't list what it holds; name a store that can (file, s3, redis)")
 
 

@@ -152,7 +152,7 @@ class Trust:
             ArtifactRefused: when it is not signed by a trusted key, or no longer valid.
         """
         denial = verify_denial(envelope, self.keyring)
-        self._check_dates("denial", denial.issued_at, denial.expires_at, now)
+        self.check_dates("denial", denial.issued_at, denial.expires_at, now)
         self._denials[denial.sha256] = denial
         return denial
 
@@ -227,7 +227,7 @@ class Trust:
     def _valid_pin(self, pin: bytes, key: ArtifactKey, now: int) -> Pin | None:
         try:
             stated = verify_pin(pin, self.keyring)
-            self._check_dates("pin", stated.issued_at, stated.expires_at, now)
+            self.check_dates("pin", stated.issued_at, stated.expires_at, now)
         except ArtifactRefused as error:
             _log.warning("the pin of %s is ignored: %s", key.manifest_folder, error)
             return None
@@ -237,7 +237,7 @@ class Trust:
         return stated
 
     def _check_age(self, manifest: Manifest, expected: Expected, now: int, *, pinned: Pin | None) -> None:
-        self._check_dates("manifest", manifest.issued_at, manifest.expires_at, now)
+        self.check_dates("manifest", manifest.issued_at, manifest.expires_at, now)
         mark = self._marks.get(expected.key.manifest_folder)
         if mark is None or (manifest.generation, manifest.issued_at) >= mark.age:
             return
@@ -249,7 +249,12 @@ class Trust:
             f"{mark.issued_at}, which this node has already seen",
         )
 
-    def _check_dates(self, what: str, issued_at: int, expires_at: int, now: int) -> None:
+    def check_dates(self, what: str, issued_at: int, expires_at: int, now: int) -> None:
+        """Pass if `now` lies within the life of a signed `what`, as far as this node's clock can tell.
+
+        Raises:
+            ArtifactRefused: ``expired``, also when it comes from the future.
+        """
         if now < RELEASED:
             if not self._warned:
                 self._warned = True

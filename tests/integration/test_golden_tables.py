@@ -171,6 +171,22 @@ def test_a_run_is_pinned_on_every_rank_that_took_part(tmp_path: Path, store: Pat
     asyncio.run(main())
 
 
+def test_a_run_is_pinned_at_its_newest_generation_whichever_tier_lists_it(tmp_path: Path, store: Path) -> None:
+    async def main() -> None:
+        await publish(tmp_path / "a", store, table_text(4, tactic=1), run="r")
+        await publish(tmp_path / "a", store, table_text(4, tactic=2), run="r")
+        site = table_site(tmp_path / "a")
+        (store / artifact_key(KIND, site).manifest_key(2)).unlink()  # which this node's own disk still has
+        (site.state / "store" / "objects" / artifact_key(KIND, site).manifest_key(1)).unlink()  # which the store has
+        async with Node.opened(site.state, f"file:{store}", key=KEY, trusted=KEY) as node:
+            (pinned,) = await pin_run(
+                node.chain, [KEY], TRUSTED, "r", kind=KIND.name, publisher="op", now=int(time.time())
+            )
+        assert pinned.generation == 2
+
+    asyncio.run(main())
+
+
 # The commands ---------------------------------------------------------------------------------------------
 
 

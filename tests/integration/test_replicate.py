@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.support.fleet import Node
+from tests.support.fleet import FLEET_KEY, Node
 from tests.support.sites import fill, make_site, tree
 from tests.support.tables import local_path, put_local, table_site, table_text
 from typer.testing import CliRunner
@@ -26,6 +26,7 @@ from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind
 from warmseed.seeding.kinds.compiled.capture import Quiet
 from warmseed.seeding.kinds.compiled.inductor import InductorCache
 from warmseed.seeding.replicate import Replica, current_generations, replicate
+from warmseed.seeding.trust.judge import Trust
 from warmseed.seeding.trust.keys import Keyring, PublisherKey
 from warmseed.seeding.trust.token import new_token, read_tokens, write_token
 from warmseed.stores.base import Store
@@ -35,7 +36,7 @@ from warmseed.testing.fake_store import FakeStore
 TABLE = FlashInferAutotune()
 BUNDLE = CompileCacheKind([InductorCache()], quiet=Quiet(settle=0.0, deadline=5.0))
 FILES = {"ab/cab.py": b"print(1)\n", "ab/cab.so": b"\x7fELF" + b"x" * 3000}
-KEY = PublisherKey.generate("operator")
+KEY = FLEET_KEY
 TRUSTED = Keyring([KEY.public])
 
 
@@ -52,11 +53,11 @@ async def node_at(base: Path, *stores: Path, key: PublisherKey = KEY) -> AsyncIt
         yield node
 
 
-async def publish_table(base: Path, store: Path, data: bytes, *, key: PublisherKey = KEY) -> str:
+async def publish_table(base: Path, store: Path, data: bytes, *, key: PublisherKey = KEY, run: str = "") -> str:
     site = table_site(base)
     put_local(site, data)
     async with Node.opened(site.state, f"file:{store}", key=key, trusted=key) as node:
-        return (await node.publish(TABLE, site)).manifest.sha256
+        return (await node.publish(TABLE, site, run=run)).manifest.sha256
 
 
 async def publish_bundle(base: Path, store: Path) -> None:
@@ -67,9 +68,9 @@ async def publish_bundle(base: Path, store: Path) -> None:
 
 
 async def copy(source: Chain, *targets: Store, staging: Path, prefix: str = "") -> list[Replica]:
-    now, done = time.time(), []
-    for listed in await current_generations(source, TRUSTED, prefix=prefix, now=now):
-        done += await replicate(listed, source, targets, TRUSTED, staging=staging, now=now)
+    trust, now, done = Trust(TRUSTED), int(time.time()), []
+    for listed in await current_generations(source, trust, prefix=prefix, now=now):
+        done += await replicate(listed, source, targets, trust, staging=staging, now=now)
     return done
 
 
@@ -169,6 +170,28 @@ def test_another_generation_of_the_same_number_is_never_replaced(tmp_path: Path,
             (done,) = await copy(node.chain, *far.chain.tiers, staging=tmp_path / "staging")
         assert (done.outcome, done.nbytes) == ("conflict", 0)
         assert "generation 1" in done.why
+        assert objects(away) == before
+
+    asyncio.run(main())
+
+
+def test_what_two_nodes_published_at_once_is_the_same_thing(tmp_path: Path, store: Path) -> None:
+    """Each signed its own manifest of the same payload; the one that is there stands, and lost objects are restored."""
+    away = tmp_path / "away"
+    away.mkdir()
+
+    async def main() -> None:
+        await publish_table(tmp_path / "a", store, table_text(4), run="one")
+        await publish_table(tmp_path / "b", away, table_text(4), run="other")
+        before = objects(away)
+        async with node_at(tmp_path / "op", store) as node, node_at(tmp_path / "far", away) as far:
+            (done,) = await copy(node.chain, *far.chain.tiers, staging=tmp_path / "staging")
+            assert done.outcome == "present"
+            assert objects(away) == before
+        shutil.rmtree(away / NAMESPACE / "object")
+        async with node_at(tmp_path / "op2", store) as node, node_at(tmp_path / "far2", away) as far:
+            (done,) = await copy(node.chain, *far.chain.tiers, staging=tmp_path / "staging")
+            assert done.outcome == "copied"
         assert objects(away) == before
 
     asyncio.run(main())

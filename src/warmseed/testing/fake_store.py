@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -38,9 +38,8 @@ class Faults:
     stall: int | None = None  # bytes after which a read never goes on
     states: int | None = None  # the length that reads and stats state, whatever is sent
     lie: Callable[[bytes], bytes] | None = None  # what reads send instead
-    operations: frozenset[str] = frozenset(
-        {"open", "put", "stat", "list", "delete"}
-    )  # which of them latency, hang, drop, flap meet
+    # Which of them latency, hang, drop and flap meet.
+    operations: frozenset[str] = frozenset({"open", "put", "stat", "list", "delete"})
 
 
 class FakeStore(BasePrunableStore):
@@ -110,7 +109,7 @@ class FakeStore(BasePrunableStore):
             return None
         return ObjectInfo(key, len(data) if self.faults.states is None else self.faults.states)
 
-    async def _list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+    async def _list(self, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
         await self._meet("list", prefix)
         for key, data in sorted(self.objects.items()):
             if key.startswith(prefix):
