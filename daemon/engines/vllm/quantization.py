@@ -1,8 +1,8 @@
 """Which quantization methods can take weights that are post-processed already, and what is left to do for them.
 
 From 0.30 on, vLLM's methods declare it themselves (``supports_pre_processed_weights``). For the releases before, the
-list below is explicit: each entry was read in those releases' sources and its output compared bit for bit with a disk
-load (``bench/gpu/vllm_fp8_parity.py``). Whatever is not in it is refused before the slow load.
+list below is explicit: each entry was read in those releases' sources and, on 0.26, its output compared bit for bit
+with a disk load (``bench/gpu/vllm_fp8_parity.py``). Whatever is not in it is refused before the slow load.
 """
 
 from __future__ import annotations
