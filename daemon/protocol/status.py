@@ -35,6 +35,7 @@ __all__ = [
     "PhaseReport",
     "Refused",
     "Rehearsal",
+    "RehearsalOutcome",
     "Rehearsed",
     "Serving",
     "StatusLineInvalid",
@@ -160,10 +161,13 @@ Message = (
 )
 
 
+RehearsalOutcome = Literal["ok", "failed", "timeout", "skipped"]
+
+
 class Rehearsed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="order", tag="rehearsed"):
     """The rehearsal is over, or was not needed; the rank goes on either way."""
 
-    outcome: Literal["ok", "failed", "timeout", "skipped"]
+    outcome: RehearsalOutcome
     seconds: float = 0.0
     reason: str = ""
 

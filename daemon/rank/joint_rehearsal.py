@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from warmseed.daemon.protocol import rendezvous
 from warmseed.daemon.protocol.spec import RankSpec
+from warmseed.daemon.protocol.status import RehearsalOutcome
 from warmseed.errors import printable
 
 __all__ = ["Wish", "agree", "share_outcome"]
@@ -41,7 +42,7 @@ def agree(spec: RankSpec, wish: Wish) -> bool:
     return "refused" not in wishes and "needed" in wishes
 
 
-def share_outcome(spec: RankSpec, outcome: str) -> str:
+def share_outcome(spec: RankSpec, outcome: RehearsalOutcome) -> RehearsalOutcome:
     """How the rehearsal went where the engine's head ran, which is with global rank 0; told there, heard elsewhere.
 
     A head that says nothing in `TELL_SECONDS` has failed.
@@ -53,10 +54,11 @@ def share_outcome(spec: RankSpec, outcome: str) -> str:
             store.set(key, outcome)
             return outcome
         store.wait([key], timedelta(seconds=TELL_SECONDS))
-        return str(store.get(key).decode())
+        heard = store.get(key).decode()
     except RuntimeError as error:
         _log.warning(
             "the rehearsal's head was not heard of within %g s (%s); what it left here is not published",
             *(TELL_SECONDS, printable(error, limit=300)),
         )
         return "failed"
+    return next((known for known in get_args(RehearsalOutcome) if known == heard), "failed")

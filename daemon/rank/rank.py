@@ -35,6 +35,7 @@ from warmseed.daemon.protocol.status import (
     EngineDetached,
     Failed,
     Rehearsal,
+    RehearsalOutcome,
     Serving,
     StatusWriter,
     next_order,
@@ -130,8 +131,8 @@ class Rank:
             server = WeightServer(
                 exported, fingerprint, lock.address, on_report=judge.on_report, on_detached=judge.on_detached
             )
-            rehearsed = await self._rehearse(server)
-            captures = await self._capture(seeds, kinds, sites, judge, whole=rehearsed)
+            rehearsal = await self._rehearse(server)
+            captures = await self._capture(seeds, kinds, sites, judge, rehearsal=rehearsal)
             captures, runs = await self._named_runs(captures, group)
             with phase("release") as report:
                 self._released = await run_blocking(self._release)
@@ -242,14 +243,10 @@ class Rank:
             report.detail["segments"] = len(exported.segments)
         return exported, self.engine.fingerprint(loaded.checkpoint)
 
-    async def _rehearse(self, server: WeightServer) -> bool:
-        """Have the launcher run a throwaway engine over this node's weights, if any cache is incomplete.
-
-        Whether what is there now is worth publishing: an engine that broke off left half a cache, and who adopts
-        that has no rehearsal of its own.
-        """
+    async def _rehearse(self, server: WeightServer) -> RehearsalOutcome:
+        """Have the launcher run a throwaway engine on this node's weights, if any cache is incomplete; how it went."""
         if self.spec.orders_fd is None:
-            return True
+            return "skipped"
         missing = [name for name, adoption in self._adoptions.items() if not adoption.complete]
         folder = self._private_folder()
         address = SocketAddress.for_device(
@@ -269,13 +266,13 @@ class Rank:
                 order = await next_order(reader)
             if order is None:
                 raise WarmseedError("the launcher is gone; this rank ends")
-            outcome: str = order.outcome
+            outcome = order.outcome
             if needed and self.spec.spans_nodes and (self.spec.global_rank == 0 or outcome == "ok"):
                 outcome = await run_blocking(share_outcome, self.spec, outcome)
             report.outcome = outcome
             if order.reason:
                 report.detail["reason"] = order.reason
-        return outcome not in ("failed", "timeout")
+        return outcome
 
     async def _agreed(self, missing: bool) -> bool:
         """Whether to rehearse, where ranks on other nodes have a say; a draft's never ask for it."""
@@ -298,20 +295,31 @@ class Rank:
         return (default_socket_dir() if folder is None else Path(folder)) / "rehearsal"
 
     async def _capture(
-        self, seeds: Seeds, kinds: Sequence[Kind], sites: Mapping[str, Site], judge: Judge, *, whole: bool
+        self,
+        seeds: Seeds,
+        kinds: Sequence[Kind],
+        sites: Mapping[str, Site],
+        judge: Judge,
+        *,
+        rehearsal: RehearsalOutcome,
     ) -> list[tuple[Kind, Capture]]:
-        """What this node made itself, read before any engine can change it; nothing, unless it is `whole`."""
+        """What this node made itself, read before any engine can change it.
+
+        That is nothing where an engine broke off, which leaves half a cache: who adopts that has no rehearsal of its
+        own. Nor is it anything where part of an artifact was adopted and no engine has made the rest: published, that
+        part would take the place of the whole.
+        """
         captures: list[tuple[Kind, Capture]] = []
         for kind in kinds:
             adoption, site = self._adoptions[kind.name], sites[kind.name]
-            if adoption.outcome == "installed" and adoption.complete:
+            if adoption.outcome == "installed" and (adoption.complete or rehearsal != "ok"):
                 continue
             if adoption.outcome == "present":
                 known = await seeds.hand_on(kind, site, adoption)
                 if known is not None:
                     self._adoptions[kind.name] = known
                     continue
-            if not whole:
+            if rehearsal in ("failed", "timeout"):
                 continue
             with self.status.phase(f"capture-{kind.name}") as report:
                 capture = await seeds.capture(kind, site)

@@ -29,6 +29,7 @@ class Story:
     seeded_phases: dict[str, str] = field(default_factory=dict)
     verdicts: list[dict[str, Any]] = field(default_factory=list)
     left_behind: list[str] = field(default_factory=list)
+    generations: list[str] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         told.seeded_phases = {p["name"]: p["outcome"] for rank in b.status()["ranks"] for p in rank["phases"]}
         told.seeded = b.ask(**b.loader(fallback=False))
         told.verdicts = b.verdicts()
+        b.stop(signal.SIGTERM)  # writes what it has to publish before it ends
+        told.generations = [path.name for path in store.glob("**/manifest/compile_cache/**/*.json")]
         yield told
     finally:
         a.stop()
@@ -97,6 +100,11 @@ def test_the_verdict_is_on_what_could_be_put_there_and_names_what_could_not(stor
     assert verdict["used"]
     assert "AOT files work only at" in verdict["reason"]
     assert "/a/cache/vllm" in verdict["reason"]
+
+
+def test_a_node_that_could_use_only_part_of_a_bundle_does_not_publish_that_part_over_it(story: Story) -> None:
+    assert "capture-compile_cache" not in story.seeded_phases
+    assert len(story.generations) == 1
 
 
 def test_a_stopped_node_leaves_no_socket(story: Story) -> None:

@@ -17,16 +17,18 @@ from tests.support.fake_checkpoint import fake_checkpoint
 from tests.support.sites import make_site
 
 from warmseed.daemon.protocol.spec import RankSpec
-from warmseed.daemon.protocol.status import Phase, Refused, StatusWriter, decode_message
+from warmseed.daemon.protocol.status import Phase, Refused, RehearsalOutcome, StatusWriter, decode_message
 from warmseed.daemon.rank.fleet_keys import node_key
+from warmseed.daemon.rank.judge import Judge
 from warmseed.daemon.rank.rank import Rank
 from warmseed.daemon.rank.seeds import Seeds
 from warmseed.daemon.settings.config import PreloadConfig
 from warmseed.errors import ConfigurationError
+from warmseed.seeding.adoption import Adoption
 from warmseed.seeding.channel.messages import DescribeRequest
 from warmseed.seeding.channel.source import Described, Miss, Warming
 from warmseed.seeding.environment import Environment
-from warmseed.seeding.kinds.base import Site
+from warmseed.seeding.kinds.base import Capture, Installation, Site
 from warmseed.seeding.trust.keys import PublisherKey
 from warmseed.seeding.trust.token import new_token, write_token
 
@@ -209,6 +211,46 @@ def test_only_sources_are_waited_for_beyond_the_budget(tmp_path: Path) -> None:
             assert seeds._adopter(who.site.environment)._budget == 7.0
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("outcome", "rehearsal", "published"),
+    [
+        ("installed", "ok", True),
+        ("installed", "skipped", False),
+        ("installed", "failed", False),
+        ("present", "skipped", True),
+        ("present", "timeout", False),
+        ("none", "ok", True),
+    ],
+)
+def test_a_part_that_was_adopted_is_published_only_with_the_rest_that_an_engine_made(
+    tmp_path: Path, outcome: Any, rehearsal: RehearsalOutcome, published: bool
+) -> None:
+    """Otherwise a node at another cache root, which can use only part, gives the fleet that part for the whole."""
+    who = node(tmp_path)
+
+    class Partial(PlainKind):
+        def capture(self, site: Site) -> Capture | None:
+            return who.capture(TABLE)
+
+    told, end = os.pipe()
+    status, kind = StatusWriter(end), Partial()
+    there = Installation(kind.name, 1, "0" * 64, {}, complete=False) if outcome == "installed" else None
+    adoptions = {kind.name: Adoption(kind.name, outcome, installation=there)}
+
+    async def main() -> None:
+        async with opened(tmp_path, **fleet(tmp_path)) as seeds:
+            rank = Rank(spec(model=str(fake_checkpoint(tmp_path / "model"))), status)
+            rank._adoptions = adoptions
+            sites = {kind.name: who.site}
+            judge = Judge(seeds, sites, (kind,), adoptions, status)
+            captures = await rank._capture(seeds, (kind,), sites, judge, rehearsal=rehearsal)
+            assert [capture.sha256 for _, capture in captures] == ([who.capture(TABLE).sha256] if published else [])
+
+    run(main())
+    status.close()
+    os.close(told)
 
 
 def test_a_kind_that_breaks_costs_its_adoption_and_is_counted(tmp_path: Path) -> None:
