@@ -504,7 +504,8 @@ async def _held(
     elif answer is None:
         held = [Held("manifest", name, "missing", expected=len(envelope))]
     elif answer != envelope:
-        held = [Held("manifest", name, "different", len(answer), len(envelope), "it has another manifest")]
+        why = f"{innermost(tier).name}: another manifest of this number lies there"
+        held = [Held("manifest", name, "different", len(answer), len(envelope), why)]
     else:
         held = [Held("manifest", name, "here", len(answer), len(envelope))]
     down = str(answer) if isinstance(answer, StoreUnavailable) else ""
@@ -521,7 +522,7 @@ async def _held(
         if info is None:
             held.append(Held(what, key, "missing", expected=expected))
         elif expected not in (None, info.size):
-            held.append(Held(what, key, "different", info.size, expected, "it has another size"))
+            held.append(Held(what, key, "different", info.size, expected))
         else:
             held.append(Held(what, key, "here", info.size, expected))
     return tuple(held)

@@ -95,7 +95,7 @@ async def find_published(chain: Chain, wanted: Wanted) -> Found:
     fitting = [key for key, known in generations.items() if wanted.generation in (0, *known)]
     if not fitting:
         others = f"; there are {_shown(generations)}" if generations else ""
-        failures = "".join(f"; {name}: {why}" for name, why in unlisted.items())
+        failures = "".join(f"; {why}" for why in unlisted.values())
         raise ArtifactRefused("missing", f"no store lists {printable(wanted.text)}{others}{failures}")
     if len(fitting) > 1:
         raise ConfigurationError(
@@ -110,18 +110,18 @@ async def _listed(tier: Store, wanted: Wanted) -> tuple[list[tuple[ArtifactKey, 
     """What one store lists of `wanted`, and why that is not all; a store that fails keeps no other from answering."""
     store, found = innermost(tier), list[tuple[ArtifactKey, int]]()
     if not isinstance(store, PrunableStore):
-        return found, "this kind of store can't list what it holds"
+        return found, f"{store.name} can't list what it holds"
     count = 0
     try:
         async with asyncio.timeout(_PATIENCE):
             async for info in store.list(f"{NAMESPACE}/manifest/{wanted.kind}/{wanted.config}"):
                 count += 1
                 if count > _LISTED:
-                    return found, f"its listing was cut after {_LISTED} objects"
+                    return found, f"{store.name}: the listing was cut after {_LISTED} objects"
                 if (named := _of_name(info.key)) is not None and wanted.fits(named[0]):
                     found.append(named)
     except TimeoutError:
-        return found, f"its listing took over {_PATIENCE:g} s and was given up"
+        return found, f"{store.name}: the listing took over {_PATIENCE:g} s and was given up"
     except StoreError as error:
         return found, printable(error, limit=500)
     return found, ""

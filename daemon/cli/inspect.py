@@ -187,7 +187,7 @@ def _show_tiers(found: Inspection) -> None:
     for tier in found.tiers:
         for why in dict.fromkeys([tier.unlisted, *(held.why for held in tier.objects)]):
             if why:
-                print(f"  {printable(tier.name)}: {printable(why, limit=500)}")
+                print(f"  {printable(why, limit=500)}")
     print("keys:")
     print_columns(list(keys.items()), indent="  ", limit=1024)
 
