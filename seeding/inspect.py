@@ -366,7 +366,7 @@ class _Judge:
 
     def _open(self, rule: str) -> str:
         if rule == "environment" and self.ours is None:
-            return "not compared: only an engine's rank knows all of its own; `warmseed explain` compares tables"
+            return "not compared: only a rank of an engine knows all of its own; --here asks FlashInfer for a table's"
         return self.forgotten if rule == "age" else ""
 
     async def _refusal(

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.support.fleet import Node, artifact_key
-from tests.support.sites import fill, make_site
+from tests.support.sites import fill, make_site, tree
 from tests.support.tables import H200, NOW, put_local, table_site, table_text
 from typer.testing import CliRunner
 
@@ -92,10 +92,14 @@ async def put_signed(store: Store, key: ArtifactKey, manifest: Manifest, signer:
 
 
 async def look(base: Path, name: str, *stores: Store, now: int = NOW, ours: Environment | None = None) -> Inspection:
-    """What a fresh node with `stores` sees."""
+    """What a fresh node with `stores` sees; its disk is afterwards what it was."""
+    disk = base / "state" / "store" / "objects"
+    before = tree(disk)
     async with fleet(base, *stores) as chain:
         found = await find_published(chain, Wanted.parse(name))
-        return await inspect_generation(chain, TRUSTED, found, state=base / "state", now=now, ours=ours)
+        result = await inspect_generation(chain, TRUSTED, found, state=base / "state", now=now, ours=ours)
+    assert tree(disk) == before
+    return result
 
 
 def refusal(found: Inspection) -> Rule:
@@ -300,6 +304,41 @@ def test_the_pinned_generation_is_told_from_the_others(tmp_path: Path) -> None:
         assert free.refusal is None
         assert free.pin is not None
         assert free.pin.ignored.startswith("expired: ")
+
+    asyncio.run(main())
+
+
+def test_a_pin_of_another_artifact_pins_nothing(tmp_path: Path) -> None:
+    """Whoever can write to a store can copy a signed pin to another place."""
+    store = FakeStore()
+
+    async def main() -> None:
+        for rank in (0, 1):
+            await publish_table(tmp_path / f"maker{rank}", store, rank=rank)
+        key = artifact_key(TABLE, table_site(tmp_path))
+        async with fleet(tmp_path / "op", store) as chain:
+            other = [item async for item in list_artifacts(chain, TRUSTED) if item.key != key]
+            await pin_generation(chain, [KEY], TRUSTED, other[0], publisher="op", now=NOW)
+        store.objects[key.pin_key] = store.objects[other[0].key.pin_key]
+        found = await look(tmp_path / "node", f"{TABLE_NAME}/dp0_rank0", store)
+        assert found.refusal is None
+        assert found.pin is not None
+        assert "another artifact" in found.pin.ignored
+
+    asyncio.run(main())
+
+
+def test_a_bad_copy_on_the_disk_is_passed_over_and_stays(tmp_path: Path) -> None:
+    store, node = FakeStore(), tmp_path / "node"
+
+    async def main() -> None:
+        made = (await publish_table(tmp_path / "maker", store)).manifest
+        bad = node / "state" / "store" / "objects" / made.store_key
+        bad.parent.mkdir(parents=True)
+        bad.write_bytes(b"x" * made.length)
+        found = await look(node, TABLE_NAME, store)
+        assert found.contents.operations == {"fp8_gemm": 4}
+        assert bad.exists()
 
     asyncio.run(main())
 
