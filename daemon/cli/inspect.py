@@ -16,13 +16,15 @@ from warmseed.blocking import run_blocking
 from warmseed.daemon.cli.columns import print_columns
 from warmseed.daemon.cli.fleet import CacheRoot, Fleet, SigningKey, Stores, TokenFile, TrustedKeys, open_fleet
 from warmseed.errors import ConfigurationError, printable
+from warmseed.seeding.contents import Contents
 from warmseed.seeding.environment import UNKNOWN, Environment
-from warmseed.seeding.inspect import Contents, Denied, Held, Inspection, Pinned, inspect_generation
+from warmseed.seeding.inspect import Held, Inspection, inspect_generation
 from warmseed.seeding.kinds.autotune.collect import collect
 from warmseed.seeding.kinds.autotune.layout import KIND
 from warmseed.seeding.kinds.autotune.table import METADATA_FIELDS
 from warmseed.seeding.published import Wanted, find_published
 from warmseed.seeding.trust.manifest import Manifest
+from warmseed.seeding.verdict import StatedDenial, StatedPin
 
 __all__ = ["inspect"]
 
@@ -118,7 +120,7 @@ def _show_manifest(found: Inspection, manifest: Manifest) -> None:
     _facts(("issued", _when(manifest.issued_at)), ("expires", _when(manifest.expires_at)))
 
 
-def _pin(pin: Pinned | None, generation: int) -> str:
+def _pin(pin: StatedPin | None, generation: int) -> str:
     if pin is None:
         return "none; the newest generation is used"
     if not pin.signers:
@@ -129,7 +131,7 @@ def _pin(pin: Pinned | None, generation: int) -> str:
     return f"ignored: {pin.ignored}; it named {said}" if pin.ignored else said
 
 
-def _denial(denial: Denied | None) -> str:
+def _denial(denial: StatedDenial | None) -> str:
     if denial is None:
         return "none"
     if not denial.signers:
@@ -138,7 +140,7 @@ def _denial(denial: Denied | None) -> str:
     return f"ignored: {denial.ignored}; it said {said}" if denial.ignored else said
 
 
-def _said(statement: Pinned | Denied) -> str:
+def _said(statement: StatedPin | StatedDenial) -> str:
     until = f"{_when(statement.issued_at)} to {_when(statement.expires_at)}"
     return f"{statement.publisher} (key {', '.join(statement.signers)}), {until}"
 

@@ -24,7 +24,7 @@ from warmseed.seeding.bundle.index import INDEX_BYTES
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.golden import Listed, deny, list_artifacts, pin_generation, roll_back
-from warmseed.seeding.inspect import RULES, Inspection, Rule, inspect_generation
+from warmseed.seeding.inspect import Inspection, inspect_generation
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 from warmseed.seeding.kinds.base import Kind, Site
 from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind
@@ -38,6 +38,7 @@ from warmseed.seeding.trust.manifest import Index, Manifest, sign_manifest
 from warmseed.seeding.trust.marks import save_marks
 from warmseed.seeding.trust.probation import Probation
 from warmseed.seeding.trust.token import new_token, read_tokens, write_token
+from warmseed.seeding.verdict import RULES, Rule
 from warmseed.stores.base import BaseStore, Body, ObjectInfo, ObjectReader, Store, StoreLimits
 from warmseed.stores.chain import Chain
 from warmseed.stores.disk import DiskStore
@@ -548,8 +549,16 @@ def test_names_that_are_no_manifests_are_passed_over(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("data", [b"", b"\x00" * 100, b"{}", b"x" * (65 << 10)])
-def test_a_manifest_that_cannot_be_read_is_shown_as_malformed(tmp_path: Path, data: bytes) -> None:
+@pytest.mark.parametrize(
+    ("data", "reason", "state"),
+    [
+        (b"", "missing", "here"),
+        (b"\x00" * 100, "malformed", "here"),
+        (b"{}", "malformed", "here"),
+        (b"x" * (65 << 10), "missing", "failed"),
+    ],
+)
+def test_a_manifest_that_cannot_be_read_is_shown_as_such(tmp_path: Path, data: bytes, reason: str, state: str) -> None:
     store = FakeStore()
     key = artifact_key(TABLE, table_site(tmp_path))
     store.objects[key.manifest_key(1)] = data
@@ -557,8 +566,8 @@ def test_a_manifest_that_cannot_be_read_is_shown_as_malformed(tmp_path: Path, da
     async def main() -> None:
         found = await look(tmp_path / "node", TABLE_NAME, store)
         assert (found.manifest, found.signatures) == (None, ())
-        assert (refusal(found).name, refusal(found).reason) == ("signature", "malformed")
-        assert states(found, "fake") == {"manifest": "failed" if len(data) > 64 << 10 else "here"}
+        assert (refusal(found).name, refusal(found).reason) == ("signature", reason)
+        assert states(found, "fake") == {"manifest": state}
 
     asyncio.run(main())
 
