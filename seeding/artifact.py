@@ -9,10 +9,11 @@ import msgspec
 from warmseed.errors import printable
 from warmseed.seeding.errors import ArtifactRefused
 
-__all__ = ["NAMESPACE", "ArtifactKey", "bundle_key", "check_digest", "denial_key", "object_key"]
+__all__ = ["FACTORS_BYTES", "NAMESPACE", "ArtifactKey", "bundle_key", "check_digest", "denial_key", "object_key"]
 
 # Fixed by the vLLM preload documentation, so that a fleet can mix both.
 NAMESPACE = "vllm-warmup-cache"
+FACTORS_BYTES = 1 << 20  # bytes in the largest description of a configuration, which lies at its `object_key`
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _KIND = re.compile(r"[a-z0-9][a-z0-9_]{0,63}")

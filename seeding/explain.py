@@ -11,7 +11,7 @@ import msgspec
 
 from warmseed.blocking import run_blocking
 from warmseed.errors import printable
-from warmseed.seeding.artifact import object_key
+from warmseed.seeding.artifact import FACTORS_BYTES, object_key
 from warmseed.seeding.environment import Difference, Environment
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.golden import list_artifacts
@@ -22,7 +22,6 @@ from warmseed.stores.chain import Chain
 __all__ = ["Explanation", "Side", "compare_sides", "read_side", "side_of_manifest"]
 
 _FILE_BYTES = 4 << 20
-_FACTORS_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ async def side_of_manifest(manifest: Manifest, name: str, chain: Chain | None) -
     """A manifest's environment, and its configuration's inputs where a store has them."""
     factors: Mapping[str, str] | None = None
     if chain is not None:
-        data = await chain.get(object_key(manifest.config_digest), limit=_FACTORS_BYTES)
+        data = await chain.get(object_key(manifest.config_digest), limit=FACTORS_BYTES)
         if data is not None:
             factors = _texts(data)
             if factors is not None and Environment(factors).digest != manifest.config_digest:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from warmseed.blocking import run_blocking
 from warmseed.errors import printable
-from warmseed.seeding.artifact import ArtifactKey, denial_key, object_key
+from warmseed.seeding.artifact import FACTORS_BYTES, ArtifactKey, denial_key, object_key
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.golden import Listed, keep_newest, list_artifacts
 from warmseed.seeding.origins.catalog import HEAD_BYTES
@@ -32,7 +32,6 @@ from warmseed.stores.wrappers.verifying import sha256_of
 
 __all__ = ["Outcome", "Replica", "current_generations", "replicate"]
 
-_FACTORS_BYTES = 1 << 20  # bytes in the largest description of a configuration
 # copied   the target has it now
 # present  the target had all of it
 # conflict the target has another generation of this number
@@ -138,7 +137,7 @@ async def _gather(listed: Listed, source: Chain, staging: Path) -> list[_Object]
     try:
         if manifest.index is None and await _at_reference(listed, source):
             objects.append(_Object(key.reference_key(manifest.filename), payload))
-        factors = await source.get(object_key(manifest.config_digest), limit=_FACTORS_BYTES)
+        factors = await source.get(object_key(manifest.config_digest), limit=FACTORS_BYTES)
         if factors is not None and await sha256_of(factors) == manifest.config_digest:
             objects.append(_Object(object_key(manifest.config_digest), Body.of(factors)))
         if manifest.index is not None:

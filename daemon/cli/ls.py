@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 import typer
 
+from warmseed.daemon.cli.columns import print_columns
 from warmseed.daemon.cli.fleet import CacheRoot, SigningKey, Stores, TokenFile, TrustedKeys, node_state, open_fleet
 from warmseed.errors import printable
 from warmseed.seeding.golden import Listed, list_artifacts
@@ -76,12 +76,4 @@ def _show_listed(found: list[Listed], *, as_json: bool) -> None:
         rows.append(
             (manifest.kind, manifest.config_hash[:12], item.key.rank_label, *numbers, when, manifest.publisher, what)
         )
-    _print_columns(rows)
-
-
-def _print_columns(rows: Sequence[tuple[str, ...]]) -> None:
-    """Columns as wide as they need to be: what is cut off can't be searched for."""
-    shown = [[printable(cell, limit=60) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in shown) for column in range(len(shown[0]))]
-    for row in shown:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print_columns(rows)

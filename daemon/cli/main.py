@@ -9,6 +9,7 @@ import typer
 from warmseed.daemon.cli.doctor import doctor
 from warmseed.daemon.cli.env import env, execute
 from warmseed.daemon.cli.explain import explain
+from warmseed.daemon.cli.inspect import inspect
 from warmseed.daemon.cli.keys import app as keys_app
 from warmseed.daemon.cli.ls import ls
 from warmseed.daemon.cli.pin import pin
@@ -36,6 +37,7 @@ app.command("env")(env)
 app.command("exec")(execute)
 app.command("report")(report)
 app.command("ls")(ls)
+app.command("inspect")(inspect)
 app.command("explain")(explain)
 app.command("pin")(pin)
 app.command("pull")(pull)

@@ -19,7 +19,7 @@ from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.trust import canonical
 from warmseed.seeding.trust.keys import Keyring, PublicKey, PublisherKey
 
-__all__ = ["ENVELOPE_BYTES", "SIGNATURES", "Opened", "open_envelope", "pae", "seal"]
+__all__ = ["ENVELOPE_BYTES", "SIGNATURES", "Opened", "open_envelope", "pae", "read_unverified", "seal"]
 
 ENVELOPE_BYTES = 64 << 10  # bytes in the largest envelope ever read
 SIGNATURES = 4  # signatures in one envelope; two are enough for every rotation
@@ -118,3 +118,15 @@ def open_envelope(data: bytes, payload_type: str, keyring: Keyring) -> Opened:
             "signature", f"signed by key {ids}, of which none is trusted here; add it to the trusted keys or ignore it"
         )
     return Opened(payload, tuple(signers))
+
+
+def read_unverified(data: bytes) -> tuple[bytes, tuple[str, ...]]:
+    """The payload of the envelope `data`, and the ids of the keys that it names as its signers. Nothing is verified.
+
+    For people to look at, where `open_envelope` refuses; nothing may be done on the word of such a payload.
+
+    Raises:
+        ArtifactRefused: ``malformed``.
+    """
+    envelope = canonical.decode(data, Envelope, limit=ENVELOPE_BYTES)
+    return _decode64(envelope.payload, "the payload"), tuple(signature.keyid for signature in envelope.signatures)

@@ -12,7 +12,7 @@ from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.trust import canonical
 from warmseed.seeding.trust.judge import Mark, Marks
 
-__all__ = ["load_marks", "save_mark", "save_marks", "write_durably"]
+__all__ = ["load_marks", "read_marks", "save_mark", "save_marks", "write_durably"]
 
 LOCK_SECONDS = 10.0  # for other ranks of this node; each holds it for milliseconds
 _MARKS_BYTES = 16 << 20  # bytes in the largest history ever read
@@ -51,6 +51,20 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def read_marks(path: Path) -> Marks:
+    """The history in the file `path`, an empty one when there is none; the file stays as it is.
+
+    Raises:
+        ArtifactRefused: ``malformed``: it does not parse.
+        OSError: if the disk fails.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return Marks()
+    return canonical.decode(data, Marks, limit=_MARKS_BYTES)
+
+
 def load_marks(path: Path) -> Marks:
     """The history in the file `path`; an empty one when there is none.
 
@@ -61,11 +75,7 @@ def load_marks(path: Path) -> Marks:
         OSError: if the disk fails.
     """
     try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return Marks()
-    try:
-        return canonical.decode(data, Marks, limit=_MARKS_BYTES)
+        return read_marks(path)
     except ArtifactRefused as error:
         aside = path.with_name(f"{path.name}.broken")
         os.replace(path, aside)
