@@ -19,7 +19,7 @@ from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.trust import canonical
 from warmseed.seeding.trust.keys import Keyring, PublicKey, PublisherKey
 
-__all__ = ["ENVELOPE_BYTES", "SIGNATURES", "Opened", "open_envelope", "pae", "seal"]
+__all__ = ["ENVELOPE_BYTES", "SIGNATURES", "Opened", "open_envelope", "pae", "seal", "unverified_payload"]
 
 ENVELOPE_BYTES = 64 << 10  # bytes in the largest envelope ever read
 SIGNATURES = 4  # signatures in one envelope; two are enough for every rotation
@@ -86,6 +86,24 @@ def _decode64(text: str, what: str) -> bytes:
     return raw
 
 
+def unverified_payload(data: bytes, payload_type: str) -> bytes:
+    """What the envelope `data` carries, whoever signed it: to know what must be left alone, never to believe it.
+
+    Raises:
+        ArtifactRefused: ``malformed``, or ``signature`` for another type.
+    """
+    return _payload_of(canonical.decode(data, Envelope, limit=ENVELOPE_BYTES), payload_type)
+
+
+def _payload_of(envelope: Envelope, payload_type: str) -> bytes:
+    if envelope.payloadType != payload_type:
+        raise ArtifactRefused(
+            "signature",
+            f"an envelope of type {printable(envelope.payloadType)!r} stands where {payload_type!r} belongs",
+        )
+    return _decode64(envelope.payload, "the payload")
+
+
 def open_envelope(data: bytes, payload_type: str, keyring: Keyring) -> Opened:
     """The payload of the envelope `data`, if a key of `keyring` signed it as a `payload_type`.
 
@@ -96,12 +114,7 @@ def open_envelope(data: bytes, payload_type: str, keyring: Keyring) -> Opened:
         ArtifactRefused: ``malformed`` or ``signature``.
     """
     envelope = canonical.decode(data, Envelope, limit=ENVELOPE_BYTES)
-    if envelope.payloadType != payload_type:
-        raise ArtifactRefused(
-            "signature",
-            f"an envelope of type {printable(envelope.payloadType)!r} stands where {payload_type!r} belongs",
-        )
-    payload = _decode64(envelope.payload, "the payload")
+    payload = _payload_of(envelope, payload_type)
     message = pae(payload_type, payload)
     signers: list[PublicKey] = []
     for signature in envelope.signatures:
