@@ -143,7 +143,7 @@ class _Planner:
     def _generations(self) -> Iterator[Item]:
         newest = {folder: self._newest(found) for folder, found in self._contents.generations.items()}
         runs = {_group(item) for kept in newest.values() for item in kept if item.run}
-        for folder, found in self._contents.generations.items():
+        for folder, found in sorted(self._contents.generations.items()):
             pinned = self._judgement.pinned.get(folder, frozenset())
             floor = newest[folder][-1].number if len(newest[folder]) == self._retention.keep else 0
             ours = [item.number for item in found if item.standing != "foreign"]
@@ -192,7 +192,7 @@ class _Planner:
                     needed |= {*keys, item.reference}
                 else:
                     references.setdefault(item.reference, set()).add((item.length, item.sha256))
-        for key, info in self._contents.objects.items():
+        for key, info in sorted(self._contents.objects.items()):
             if key in needed or key in self._contents.protected:
                 continue
             proof: frozenset[str] = frozenset()

@@ -59,7 +59,7 @@ class Planned:
 
 @dataclass(slots=True)
 class Removed:
-    """What was removed from one store, in that order."""
+    """What was removed from one store."""
 
     items: list[Item] = field(default_factory=list)
 
@@ -106,6 +106,8 @@ async def carry_out(planned: Planned, judgement: Judgement, trust: Trust, retent
         free = {item.info.key for item in sweep.items}
         objects = [item for item in planned.plan.items if item.what == "object" and item.info.key in free]
         await _each(objects, lambda item: _remove(store, item, removed, trust, now))
+        gone = set(removed.items)
+        removed.items = [item for item in planned.plan.items if item in gone]
     except StoreError as error:
         raise StoreError(
             f"{printable(error, limit=500)}; by then {len(removed.items)} of {len(planned.plan.items)} objects, "
