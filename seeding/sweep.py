@@ -82,12 +82,15 @@ async def plan_stores(
     """
     for store in stores:
         _prunable(store)
-    surveys = [await _survey(store, trust, now) for store in stores]
-    judgement = _judge(surveys, trust, now)
     planned = []
-    for store, contents in zip(stores, surveys, strict=True):
-        plan = await _proven(store, _plan(contents, judgement, retention, trust, now))
-        planned.append(Planned(store, plan, tuple(contents.unreadable)))
+    try:
+        surveys = [await _survey(store, trust, now) for store in stores]
+        judgement = _judge(surveys, trust, now)
+        for store, contents in zip(stores, surveys, strict=True):
+            plan = await _proven(store, _plan(contents, judgement, retention, trust, now))
+            planned.append(Planned(store, plan, tuple(contents.unreadable)))
+    except StoreError as error:
+        raise StoreError(f"{printable(error, limit=500)}; nothing was removed from any store") from error
     return tuple(planned), judgement
 
 
@@ -163,8 +166,7 @@ async def _survey(store: Store, trust: Trust, now: int) -> Contents:
         listed += 1
         if listed > _LISTED:
             raise StoreError(
-                f"{innermost(store).name} holds more than {_LISTED} objects; what lies beyond might refer to any of "
-                "them, so nothing was removed"
+                f"{innermost(store).name} holds more than {_LISTED} objects; what lies beyond might refer to them"
             )
         match info.key.split("/")[1:]:
             case ["manifest", _, _, _, _, "head"]:
