@@ -328,12 +328,17 @@ async def _remove(store: Store, item: Item, removed: Removed, trust: Trust, now:
     """
     back_end = innermost(store)
     known = await back_end.stat(item.info.key)
-    if known is None or (known.size, known.modified) != (item.info.size, item.info.modified):
+    if known is None or known.size != item.info.size or _seconds(known) != _seconds(item.info):
         return
     if item.what == "generation" and await _pinned_now(back_end, item.info.key, trust, now):
         return
     if await _prunable(store).delete(item.info.key):
         removed.items.append(item)
+
+
+def _seconds(info: ObjectInfo) -> int:
+    """When it was written, in whole seconds: some object stores list a finer time than they state for one object."""
+    return int(info.modified or 0)
 
 
 async def _pinned_now(store: Store, key: str, trust: Trust, now: int) -> bool:

@@ -65,7 +65,7 @@ class AgedFake(FakeStore):
 
     async def _list(self, prefix: str):  # type: ignore[no-untyped-def]
         async for info in super()._list(prefix):
-            yield replace(info, modified=float(TODAY))
+            yield replace(info, modified=TODAY + 0.345)  # as object stores do that state whole seconds elsewhere
 
     async def _delete(self, key: str) -> bool:
         if self.patience == 0:
