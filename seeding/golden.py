@@ -15,7 +15,7 @@ from warmseed.errors import printable
 from warmseed.seeding.artifact import NAMESPACE, ArtifactKey, check_digest, denial_key
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.trust.dsse import ENVELOPE_BYTES
-from warmseed.seeding.trust.judge import DAY
+from warmseed.seeding.trust.judge import DAY, PAST
 from warmseed.seeding.trust.keys import Keyring, PublisherKey
 from warmseed.seeding.trust.manifest import MANIFEST_BYTES, Manifest, verify_manifest
 from warmseed.seeding.trust.statements import Denial, Pin, sign_denial, sign_pin, verify_pin
@@ -28,7 +28,6 @@ __all__ = ["Listed", "Pinned", "deny", "keep_newest", "list_artifacts", "pin_gen
 
 _log = logging.getLogger(__name__)
 _LIFE = 30 * DAY  # seconds a pin or a denial is believed, see `trust.Policy.longest_life`
-_PAST = 3600  # seconds: a pin that ended this long ago is over on every clock of the fleet
 _LISTED = 100_000  # objects looked at in one store
 
 
@@ -235,7 +234,7 @@ async def _put_pin(
     before, before_sha256 = (0, "") if current is None else (current.generation, current.sha256)
     if current is not None and (before, before_sha256) == (generation, sha256) and not over:
         before, before_sha256 = current.previous, current.previous_sha256  # pinned again, to live on
-    issued = now - 2 * _PAST if over else now
+    issued = now - 2 * PAST if over else now
     pin = Pin(
         schema=1,
         key=key,
@@ -244,7 +243,7 @@ async def _put_pin(
         previous=before,
         previous_sha256=before_sha256,
         issued_at=issued,
-        expires_at=now - _PAST if over else now + _LIFE,
+        expires_at=now - PAST if over else now + _LIFE,
         publisher=publisher,
     )
     await _put(chain, key.pin_key, sign_pin(pin, keys))

@@ -20,7 +20,7 @@ from warmseed.seeding.published import Found
 from warmseed.seeding.trust import canonical
 from warmseed.seeding.trust.dsse import ENVELOPE_BYTES, read_unverified
 from warmseed.seeding.trust.keys import Keyring
-from warmseed.seeding.trust.manifest import MANIFEST_BYTES, Manifest, verify_manifest
+from warmseed.seeding.trust.manifest import MANIFEST_BYTES, MANIFEST_TYPE, Manifest, verify_manifest
 from warmseed.seeding.verdict import Judge, Rule, StatedDenial, StatedPin, read_denial, read_pin
 from warmseed.stores.base import Store
 from warmseed.stores.chain import Chain
@@ -150,7 +150,7 @@ def _verifies(envelope: bytes, keyring: Keyring) -> bool:
 def _look(envelope: bytes) -> tuple[Manifest | None, tuple[str, ...]]:
     """What an envelope says and names as its signers, verified or not."""
     try:
-        payload, keyids = read_unverified(envelope)
+        payload, keyids = read_unverified(envelope, MANIFEST_TYPE)
     except ArtifactRefused:
         return None, ()
     try:

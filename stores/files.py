@@ -129,24 +129,30 @@ class Tree:
             raise
         return True
 
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
-        """Every object, in no particular order; what vanishes meanwhile is left out."""
-        start = prefix.rpartition("/")[0]
-        yield from self._entries(self.objects / start if start else self.objects, f"{start}/" if start else "", prefix)
+    def entries(self, prefix: str = "", *, complete: bool = False) -> Iterator[Entry]:
+        """Every object, in no particular order; what vanishes meanwhile is left out.
 
-    def _entries(self, folder: Path, at: str, prefix: str) -> Iterator[Entry]:
-        try:
-            with os.scandir(folder) as items:
-                found = list(items)
-        except OSError:
-            return
+        What can't be looked at is left out, too, unless the caller needs the `complete` list.
+
+        Raises:
+            OSError: with `complete`, when a folder or a file can't be looked at.
+        """
+        start = prefix.rpartition("/")[0]
+        passed = _NOT_AN_OBJECT if complete else None
+        folder = self.objects / start if start else self.objects
+        yield from self._entries(folder, f"{start}/" if start else "", prefix, passed)
+
+    def _entries(self, folder: Path, at: str, prefix: str, passed: frozenset[int] | None) -> Iterator[Entry]:
+        found: list[os.DirEntry[str]] = []
+        with _passing(passed), os.scandir(folder) as items:
+            found = list(items)
         for item in found:
             key = at + item.name
             if item.name.startswith(".") or not (key.startswith(prefix) or prefix.startswith(f"{key}/")):
                 continue
-            with contextlib.suppress(OSError):
+            with _passing(passed):
                 if item.is_dir(follow_symlinks=False):
-                    yield from self._entries(folder / item.name, f"{key}/", prefix)
+                    yield from self._entries(folder / item.name, f"{key}/", prefix, passed)
                 elif item.is_file(follow_symlinks=False):
                     status = item.stat(follow_symlinks=False)
                     yield Entry(key, status.st_size, status.st_atime, status.st_mtime)
@@ -303,6 +309,16 @@ def info_of(key: str, status: os.stat_result) -> ObjectInfo:
 def is_read_only(error: OSError) -> bool:
     """Whether `error` says that this folder can't be written at all."""
     return error.errno in _READ_ONLY
+
+
+@contextlib.contextmanager
+def _passing(passed: frozenset[int] | None) -> Iterator[None]:
+    """Leave out what fails for one of these reasons; `None`: for any."""
+    try:
+        yield
+    except OSError as error:
+        if passed is not None and error.errno not in passed:
+            raise
 
 
 def _abandoned(path: Path) -> bool:

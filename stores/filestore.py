@@ -110,7 +110,7 @@ class FileStore(BasePrunableStore):
 
     async def entries(self, prefix: str = "") -> Sequence[Entry]:
         """The same with times of last use, for garbage collection."""
-        return await self._blocking(lambda: sorted(self._tree.entries(prefix), key=lambda e: e.key))
+        return await self._blocking(lambda: sorted(self._tree.entries(prefix, complete=True), key=lambda e: e.key))
 
     async def _delete(self, key: str) -> bool:
         return await self._blocking(lambda: self._tree.delete(key))

@@ -1,9 +1,9 @@
 """`redis:` and `rediss:`: objects in a Redis (or Valkey) server.
 
-A key is a hash: ``data`` for objects up to 4 MiB; for larger ones ``generation`` and ``size``, with the bytes in
-strings ``<key>@<generation>:<index>`` of 4 MiB each. Those are written first, under a name used once and with an
-expiry that is lifted together with the switch of the hash: a reader sees the old object or the new one, and what a
-killed writer left expires by itself.
+A key is a hash: ``size``, ``modified`` (unix seconds by the server's clock), and ``data`` for objects up to 4 MiB; for
+larger ones ``generation``, with the bytes in strings ``<key>@<generation>:<index>`` of 4 MiB each. Those are written
+first, under a name used once and with an expiry that is lifted together with the switch of the hash: a reader sees the
+old object or the new one, and what a killed writer left expires by itself.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ _PART = 4 << 20  # bytes
 _UNFINISHED = 3600  # seconds after which the parts of a write that never ended expire
 _REPLACED = 600  # seconds for which readers of a replaced object still find its parts
 _SECRET_BYTES = 64 << 10  # bytes
+_DIGITS = 15  # of the largest number in a hash
 
 
 class RedisOptions(msgspec.Struct, frozen=True):
@@ -154,6 +155,9 @@ class RedisStore(BasePrunableStore):
     ) -> None:
         """Make the new object visible in one transaction."""
         name = self._prefix + key
+        with contextlib.suppress(NoPermissionError):  # a user without that right writes objects of unknown age
+            seconds, _ = await self._client.time()
+            fields = {**fields, "modified": str(seconds)}
         async with self._client.pipeline(transaction=True) as batch:
             batch.delete(name)
             batch.hset(name, mapping=fields)
@@ -177,8 +181,11 @@ class RedisStore(BasePrunableStore):
             index += 1
 
     async def _stat(self, key: str) -> ObjectInfo | None:
-        (size,) = await self._look(key, "size")
-        return None if size is None else ObjectInfo(key, _number(size, self.name, key))
+        size, modified = await self._look(key, "size", "modified")
+        if size is None:
+            return None
+        known = modified is not None and modified.isdigit() and len(modified) <= _DIGITS
+        return ObjectInfo(key, _number(size, self.name, key), float(modified or 0) if known else None)
 
     async def _list(self, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
         start = self._prefix + prefix
@@ -216,7 +223,7 @@ def _refusals(store: str, key: str) -> Iterator[None]:
 
 
 def _number(raw: bytes, store: str, key: str) -> int:
-    if not raw.isdigit() or len(raw) > 15:
+    if not raw.isdigit() or len(raw) > _DIGITS:
         raise ObjectInvalid(f"{store}: {key} states no length ({printable(raw)}); dropped")
     return int(raw)
 

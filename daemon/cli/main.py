@@ -9,6 +9,7 @@ import typer
 from warmseed.daemon.cli.doctor import doctor
 from warmseed.daemon.cli.env import env, execute
 from warmseed.daemon.cli.explain import explain
+from warmseed.daemon.cli.gc import gc
 from warmseed.daemon.cli.inspect import inspect
 from warmseed.daemon.cli.keys import app as keys_app
 from warmseed.daemon.cli.ls import ls
@@ -40,6 +41,7 @@ app.command("ls")(ls)
 app.command("inspect")(inspect)
 app.command("explain")(explain)
 app.command("pin")(pin)
+app.command("gc")(gc)
 app.command("pull")(pull)
 app.command("push")(push)
 app.command("export")(export)

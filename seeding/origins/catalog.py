@@ -16,7 +16,7 @@ from warmseed.stores.chain import Chain
 
 __all__ = ["HEAD_BYTES", "Catalog"]
 
-WINDOW = 8  # generations looked up at once
+WINDOW = 8  # generations looked up at once; never less: collected stores keep a manifest in every window of this size
 MAX_WINDOWS = 64  # windows before the search ends, whatever the store says
 MAX_CANDIDATES = 4  # manifests tried for one artifact, newest first
 HEAD_BYTES = 20  # digits of a generation

@@ -86,6 +86,15 @@ def _decode64(text: str, what: str) -> bytes:
     return raw
 
 
+def _payload_of(envelope: Envelope, payload_type: str) -> bytes:
+    if envelope.payloadType != payload_type:
+        raise ArtifactRefused(
+            "signature",
+            f"an envelope of type {printable(envelope.payloadType)!r} stands where {payload_type!r} belongs",
+        )
+    return _decode64(envelope.payload, "the payload")
+
+
 def open_envelope(data: bytes, payload_type: str, keyring: Keyring) -> Opened:
     """The payload of the envelope `data`, if a key of `keyring` signed it as a `payload_type`.
 
@@ -96,12 +105,7 @@ def open_envelope(data: bytes, payload_type: str, keyring: Keyring) -> Opened:
         ArtifactRefused: ``malformed`` or ``signature``.
     """
     envelope = canonical.decode(data, Envelope, limit=ENVELOPE_BYTES)
-    if envelope.payloadType != payload_type:
-        raise ArtifactRefused(
-            "signature",
-            f"an envelope of type {printable(envelope.payloadType)!r} stands where {payload_type!r} belongs",
-        )
-    payload = _decode64(envelope.payload, "the payload")
+    payload = _payload_of(envelope, payload_type)
     message = pae(payload_type, payload)
     signers: list[PublicKey] = []
     for signature in envelope.signatures:
@@ -120,13 +124,13 @@ def open_envelope(data: bytes, payload_type: str, keyring: Keyring) -> Opened:
     return Opened(payload, tuple(signers))
 
 
-def read_unverified(data: bytes) -> tuple[bytes, tuple[str, ...]]:
+def read_unverified(data: bytes, payload_type: str) -> tuple[bytes, tuple[str, ...]]:
     """The payload of the envelope `data`, and the ids of the keys that it names as its signers. Nothing is verified.
 
-    For people to look at, where `open_envelope` refuses; nothing may be done on the word of such a payload.
+    To show people what `open_envelope` refuses, and to know what must be left alone; never to believe it.
 
     Raises:
-        ArtifactRefused: ``malformed``.
+        ArtifactRefused: ``malformed``, or ``signature`` for another type.
     """
     envelope = canonical.decode(data, Envelope, limit=ENVELOPE_BYTES)
-    return _decode64(envelope.payload, "the payload"), tuple(signature.keyid for signature in envelope.signatures)
+    return _payload_of(envelope, payload_type), tuple(signature.keyid for signature in envelope.signatures)

@@ -22,9 +22,10 @@ from warmseed.seeding.trust.keys import Keyring
 from warmseed.seeding.trust.manifest import Manifest, UnixSeconds, verify_manifest
 from warmseed.seeding.trust.statements import Denial, Pin, verify_denial, verify_pin
 
-__all__ = ["DAY", "Expected", "Mark", "Marks", "Policy", "Trust"]
+__all__ = ["DAY", "PAST", "Expected", "Mark", "Marks", "Policy", "Trust"]
 
 DAY = 86_400  # seconds
+PAST = 3600  # seconds: what ended this long ago is over on every clock of the fleet
 RELEASED = 1_793_491_200  # 2026-11-01, before the first release: no honest clock shows less
 _log = logging.getLogger(__name__)
 
@@ -265,6 +266,14 @@ class Trust:
         end = min(expires_at, issued_at + self.policy.longest_life)
         if now > end + self.policy.skew:
             raise ArtifactRefused("expired", f"{what} expired {now - end} s ago")
+
+    def over(self, issued_at: int, expires_at: int, *, now: int) -> bool:
+        """Whether what was signed with these dates is over on every clock of the fleet, for good.
+
+        Never where `check_dates` would still pass; nor for what comes from the future: that will be valid.
+        """
+        end = min(expires_at, issued_at + self.policy.longest_life)
+        return now >= RELEASED and now > end + max(self.policy.skew, PAST)
 
 
 def _reference_key(manifest: Manifest, key: ArtifactKey) -> str | None:

@@ -14,10 +14,19 @@ import msgspec
 from warmseed.seeding.artifact import ArtifactKey, check_digest
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.trust import canonical
-from warmseed.seeding.trust.dsse import ENVELOPE_BYTES, open_envelope, seal
+from warmseed.seeding.trust.dsse import ENVELOPE_BYTES, open_envelope, read_unverified, seal
 from warmseed.seeding.trust.keys import Keyring, PublicKey, PublisherKey
 
-__all__ = ["MANIFEST_BYTES", "MANIFEST_TYPE", "Index", "Manifest", "Stored", "sign_manifest", "verify_manifest"]
+__all__ = [
+    "MANIFEST_BYTES",
+    "MANIFEST_TYPE",
+    "Index",
+    "Manifest",
+    "Stored",
+    "sign_manifest",
+    "unverified_manifest",
+    "verify_manifest",
+]
 
 MANIFEST_BYTES = ENVELOPE_BYTES  # bytes in the largest envelope ever read
 MANIFEST_TYPE = "application/vnd.warmseed.manifest+json;v=1"
@@ -108,3 +117,13 @@ def verify_manifest(envelope: bytes, keyring: Keyring) -> tuple[Manifest, tuple[
     """
     opened = open_envelope(envelope, MANIFEST_TYPE, keyring)
     return canonical.decode(opened.payload, Manifest, limit=MANIFEST_BYTES), opened.signers
+
+
+def unverified_manifest(envelope: bytes) -> Manifest:
+    """What `envelope` says, whoever signed it: to know which objects it refers to, never to believe it.
+
+    Raises:
+        ArtifactRefused: ``malformed``, or ``signature`` for an envelope of another type.
+    """
+    payload, _ = read_unverified(envelope, MANIFEST_TYPE)
+    return canonical.decode(payload, Manifest, limit=MANIFEST_BYTES)

@@ -9,11 +9,21 @@ import msgspec
 
 from warmseed.seeding.artifact import ArtifactKey, check_digest
 from warmseed.seeding.trust import canonical
-from warmseed.seeding.trust.dsse import ENVELOPE_BYTES, open_envelope, seal
+from warmseed.seeding.trust.dsse import ENVELOPE_BYTES, open_envelope, read_unverified, seal
 from warmseed.seeding.trust.keys import Keyring, PublisherKey
 from warmseed.seeding.trust.manifest import Text, UnixSeconds
 
-__all__ = ["DENIAL_TYPE", "PIN_TYPE", "Denial", "Pin", "sign_denial", "sign_pin", "verify_denial", "verify_pin"]
+__all__ = [
+    "DENIAL_TYPE",
+    "PIN_TYPE",
+    "Denial",
+    "Pin",
+    "sign_denial",
+    "sign_pin",
+    "unverified_pin",
+    "verify_denial",
+    "verify_pin",
+]
 
 DENIAL_TYPE = "application/vnd.warmseed.denial+json;v=1"
 PIN_TYPE = "application/vnd.warmseed.pin+json;v=1"
@@ -79,3 +89,13 @@ def verify_pin(envelope: bytes, keyring: Keyring) -> Pin:
         ArtifactRefused: ``malformed`` or ``signature``.
     """
     return canonical.decode(open_envelope(envelope, PIN_TYPE, keyring).payload, Pin, limit=ENVELOPE_BYTES)
+
+
+def unverified_pin(envelope: bytes) -> Pin:
+    """What `envelope` says, whoever signed it: to know which generation somebody pins, never to follow it.
+
+    Raises:
+        ArtifactRefused: ``malformed``, or ``signature`` for an envelope of another type.
+    """
+    payload, _ = read_unverified(envelope, PIN_TYPE)
+    return canonical.decode(payload, Pin, limit=ENVELOPE_BYTES)

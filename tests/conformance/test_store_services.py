@@ -99,6 +99,27 @@ class TestRedis(StoreContract):
             await medium.store.aclose()
             await asyncio.to_thread(medium.raw.close)
 
+    def test_the_age_of_an_object_is_the_servers(self, tmp_path: Path) -> None:
+        """Hosts' clocks may differ; garbage is collected by age."""
+
+        async def main() -> None:
+            async with self.medium(tmp_path) as medium:
+                before = await asyncio.to_thread(medium.raw.time)
+                await medium.store.put("a/small", b"x")
+                await medium.store.put("a/large", bytes(5 * MIB))
+                after = await asyncio.to_thread(medium.raw.time)
+                for key in ("a/small", "a/large"):
+                    info = await medium.store.stat(key)
+                    assert info is not None
+                    assert info.modified is not None
+                    assert before[0] <= info.modified <= after[0]
+                await medium.raw_write("a/older", b"written by a release that recorded no age")
+                info = await medium.store.stat("a/older")
+                assert info is not None
+                assert info.modified is None
+
+        asyncio.run(main())
+
 
 class TestS3(StoreContract):
     @pytest.fixture(autouse=True)

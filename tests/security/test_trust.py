@@ -211,6 +211,33 @@ def test_a_denial_by_a_stranger_denies_nothing() -> None:
     assert judge.believe(signed(), EXPECTED, now=NOW) == GOOD
 
 
+@pytest.mark.parametrize(
+    ("life", "age", "valid", "over"),
+    [
+        (DAY, 0, True, False),
+        (DAY, DAY + 600, True, False),
+        (DAY, DAY + 601, False, False),
+        (DAY, DAY + 3600, False, False),
+        (DAY, DAY + 3601, False, True),
+        (90 * DAY, 30 * DAY + 3601, False, True),
+        (DAY, -601, False, False),
+    ],
+)
+def test_what_is_over_for_good_is_not_merely_invalid_now(life: int, age: int, valid: bool, over: bool) -> None:
+    """A node only passes over what it may not believe; what is over may be thrown away."""
+    judge, issued = trust(), NOW - age
+    assert judge.over(issued, issued + life, now=NOW) is over
+    if valid:
+        judge.check_dates("manifest", issued, issued + life, NOW)
+    else:
+        with pytest.raises(ArtifactRefused, match=r"expired|future"):
+            judge.check_dates("manifest", issued, issued + life, NOW)
+
+
+def test_nothing_is_over_for_a_node_that_booted_in_1970() -> None:
+    assert not trust().over(0, 1, now=86_400)
+
+
 def test_a_node_that_booted_in_1970_still_adopts_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     judge = trust()
     with caplog.at_level(logging.WARNING):

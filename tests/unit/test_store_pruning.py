@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from warmseed.stores.base import PrunableStore, StoreLimits
-from warmseed.stores.errors import InvalidKey, StoreTimeout, StoreUnavailable
+from warmseed.stores.errors import InvalidKey, StoreRefused, StoreTimeout, StoreUnavailable
+from warmseed.stores.folder import FolderStore
 from warmseed.testing.fake_store import FakeStore
 
 SHORT = StoreLimits(deadline=0.05, stream_deadline=0.05)
@@ -67,3 +72,28 @@ def test_a_failed_deletion_says_that_the_object_may_still_be_there() -> None:
 def test_no_key_that_leads_elsewhere_is_deleted() -> None:
     with pytest.raises(InvalidKey):
         asyncio.run(filled().delete("../a"))
+
+
+def test_a_folder_that_cannot_be_looked_into_fails_the_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who deletes what nothing refers to must not take what it could not see for nothing."""
+    store = FolderStore(tmp_path)
+    scan: Callable[[Path], object] = os.scandir
+
+    def forbidden(folder: Path) -> object:
+        if folder.name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return scan(folder)
+
+    async def main() -> None:
+        await store.put("open/1", b"1")
+        await store.put("closed/1", b"22")
+        monkeypatch.setattr(os, "scandir", forbidden)
+        assert await listed(store, "open/") == [("open/1", 1)]
+        with pytest.raises(StoreRefused, match="list everything failed: PermissionError"):
+            await listed(store)
+
+    asyncio.run(main())
+
+
+def test_a_folder_that_vanishes_meanwhile_is_left_out(tmp_path: Path) -> None:
+    assert asyncio.run(listed(FolderStore(tmp_path), "never/there/")) == []
