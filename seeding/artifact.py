@@ -9,7 +9,16 @@ import msgspec
 from warmseed.errors import printable
 from warmseed.seeding.errors import ArtifactRefused
 
-__all__ = ["FACTORS_BYTES", "NAMESPACE", "ArtifactKey", "bundle_key", "check_digest", "denial_key", "object_key"]
+__all__ = [
+    "FACTORS_BYTES",
+    "NAMESPACE",
+    "ArtifactKey",
+    "bundle_key",
+    "check_digest",
+    "denial_key",
+    "object_key",
+    "parse_manifest_key",
+]
 
 # Fixed by the vLLM preload documentation, so that a fleet can mix both.
 NAMESPACE = "vllm-warmup-cache"
@@ -17,6 +26,11 @@ FACTORS_BYTES = 1 << 20  # bytes in the largest description of a configuration, 
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _KIND = re.compile(r"[a-z0-9][a-z0-9_]{0,63}")
+_MANIFEST = re.compile(
+    rf"{NAMESPACE}/manifest/([a-z0-9][a-z0-9_]{{0,63}})/([0-9a-f]{{64}})/([0-9a-f]{{64}})/dp(\d{{1,7}})_rank(\d{{1,7}})/"
+    r"([1-9]\d{0,12})\.json",
+    re.ASCII,
+)
 
 
 def check_digest(text: str) -> str:
@@ -75,6 +89,25 @@ class ArtifactKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def reference_key(self, filename: str) -> str:
         """The key under which stock vLLM looks for the same file."""
         return f"{NAMESPACE}/{self.kind}/{self.config_hash}/{filename}"
+
+
+def parse_manifest_key(name: str) -> tuple[ArtifactKey, int] | None:
+    """The artifact and the generation of a manifest's store key, or `None` for any other object's."""
+    parts = _MANIFEST.fullmatch(name)
+    if parts is None:
+        return None
+    kind, config, environment, dp_rank, world_rank, generation = parts.groups()
+    try:
+        key = ArtifactKey(
+            kind=kind,
+            config_hash=config,
+            environment_hash=environment,
+            dp_rank=int(dp_rank),
+            world_rank=int(world_rank),
+        )
+    except ArtifactRefused:
+        return None
+    return (key, int(generation)) if key.manifest_key(int(generation)) == name else None
 
 
 def bundle_key(digest: str) -> str:

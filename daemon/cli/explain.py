@@ -13,8 +13,8 @@ from warmseed.blocking import run_blocking
 from warmseed.daemon.cli.fleet import CacheRoot, SigningKey, Stores, TokenFile, TrustedKeys, open_fleet
 from warmseed.errors import printable
 from warmseed.seeding.environment import Difference
-from warmseed.seeding.explain import Explanation, Side, compare_sides, read_side
 from warmseed.seeding.kinds.autotune.collect import collect
+from warmseed.seeding.operator.explain import Explanation, Side, compare_sides, read_side
 
 __all__ = ["explain"]
 

@@ -12,8 +12,8 @@ import typer
 
 from warmseed.daemon.cli.fleet import CacheRoot, SigningKey, Stores, TokenFile, TrustedKeys, open_fleet
 from warmseed.errors import ConfigurationError, WarmseedError, printable
-from warmseed.seeding.retention import Item, Retention
-from warmseed.seeding.sweep import Planned, Removed, carry_out, plan_stores
+from warmseed.seeding.operator.retention import Item, Retention
+from warmseed.seeding.operator.sweep import Planned, Removed, carry_out, plan_stores
 from warmseed.seeding.trust.judge import Trust
 from warmseed.stores.wrappers.base import innermost
 

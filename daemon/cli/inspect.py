@@ -16,15 +16,15 @@ from warmseed.blocking import run_blocking
 from warmseed.daemon.cli.columns import print_columns
 from warmseed.daemon.cli.fleet import CacheRoot, Fleet, SigningKey, Stores, TokenFile, TrustedKeys, open_fleet
 from warmseed.errors import ConfigurationError, printable
-from warmseed.seeding.contents import Contents
 from warmseed.seeding.environment import UNKNOWN, Environment
-from warmseed.seeding.inspect import Held, Inspection, inspect_generation
 from warmseed.seeding.kinds.autotune.collect import collect
 from warmseed.seeding.kinds.autotune.layout import KIND
 from warmseed.seeding.kinds.autotune.table import METADATA_FIELDS
-from warmseed.seeding.published import Wanted, find_published
+from warmseed.seeding.operator.contents import Contents
+from warmseed.seeding.operator.eligibility import StatedDenial, StatedPin
+from warmseed.seeding.operator.inspect import Held, Inspection, inspect_generation
+from warmseed.seeding.operator.published import Wanted, find_published
 from warmseed.seeding.trust.manifest import Manifest
-from warmseed.seeding.verdict import StatedDenial, StatedPin
 
 __all__ = ["inspect"]
 

@@ -12,7 +12,7 @@ import typer
 
 from warmseed.daemon.settings.paths import default_cache_root, state_folder
 from warmseed.errors import ConfigurationError, WarmseedError
-from warmseed.seeding.keycheck import Checked, check_keys
+from warmseed.seeding.operator.keycheck import Checked, check_keys
 from warmseed.seeding.trust.keys import Keyring, PublicKey, PublisherKey
 from warmseed.seeding.trust.token import MANIFEST_LABEL, read_tokens
 from warmseed.stores.base import PrunableStore, Store

@@ -13,7 +13,7 @@ import typer
 from warmseed.daemon.cli.columns import print_columns
 from warmseed.daemon.cli.fleet import CacheRoot, SigningKey, Stores, TokenFile, TrustedKeys, node_state, open_fleet
 from warmseed.errors import printable
-from warmseed.seeding.golden import Listed, list_artifacts
+from warmseed.seeding.operator.golden import Listed, list_artifacts
 from warmseed.seeding.rejected import Rejected, list_rejected
 
 __all__ = ["ls"]

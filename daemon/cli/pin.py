@@ -15,7 +15,7 @@ from warmseed.daemon.cli.fleet import CacheRoot, Fleet, SigningKey, Stores, Toke
 from warmseed.errors import ConfigurationError, printable
 from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.golden import Listed, Pinned, deny, list_artifacts, pin_generation, pin_run, roll_back
+from warmseed.seeding.operator.golden import Listed, Pinned, deny, list_artifacts, pin_generation, pin_run, roll_back
 
 __all__ = ["pin"]
 

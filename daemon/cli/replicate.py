@@ -14,7 +14,7 @@ import typer
 
 from warmseed.daemon.cli.fleet import CacheRoot, Fleet, SigningKey, Stores, TokenFile, TrustedKeys, open_fleet
 from warmseed.errors import ConfigurationError, WarmseedError, printable
-from warmseed.seeding.replicate import Replica, current_generations, replicate
+from warmseed.seeding.operator.replicate import Replica, current_generations, replicate
 from warmseed.seeding.trust.judge import Trust
 from warmseed.stores.base import PrunableStore, Store
 from warmseed.stores.chain import Chain

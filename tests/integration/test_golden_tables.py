@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from warmseed.daemon.cli.main import app
 from warmseed.daemon.rank.fleet_keys import fleet_keys
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.golden import deny, list_artifacts, pin_generation, pin_run, roll_back
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 from warmseed.seeding.kinds.autotune.local import examine_table, heal_table
+from warmseed.seeding.operator.golden import deny, list_artifacts, pin_generation, pin_run, roll_back
 from warmseed.seeding.rejected import list_rejected
 from warmseed.seeding.trust.keys import Keyring, PublisherKey
 from warmseed.seeding.trust.token import new_token, read_tokens, write_token

@@ -18,27 +18,27 @@ from typer.testing import CliRunner
 from warmseed.daemon.cli.main import app
 from warmseed.daemon.rank.fleet_keys import fleet_keys
 from warmseed.errors import ConfigurationError
-from warmseed.seeding import published
 from warmseed.seeding.artifact import ArtifactKey, denial_key, object_key
 from warmseed.seeding.bundle.index import INDEX_BYTES
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.golden import Listed, deny, list_artifacts, pin_generation, roll_back
-from warmseed.seeding.inspect import Inspection, inspect_generation
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 from warmseed.seeding.kinds.base import Kind, Site
 from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind
 from warmseed.seeding.kinds.compiled.capture import Quiet
 from warmseed.seeding.kinds.compiled.inductor import InductorCache
+from warmseed.seeding.operator import published
+from warmseed.seeding.operator.eligibility import RULES, Rule
+from warmseed.seeding.operator.golden import Listed, deny, list_artifacts, pin_generation, roll_back
+from warmseed.seeding.operator.inspect import Inspection, inspect_generation
+from warmseed.seeding.operator.published import Wanted, find_published
 from warmseed.seeding.publish import Publication, Publisher
-from warmseed.seeding.published import Wanted, find_published
 from warmseed.seeding.trust.judge import DAY, Mark, Marks
 from warmseed.seeding.trust.keys import Keyring, PublisherKey
 from warmseed.seeding.trust.manifest import Index, Manifest, sign_manifest
 from warmseed.seeding.trust.marks import save_marks
 from warmseed.seeding.trust.probation import Probation
 from warmseed.seeding.trust.token import new_token, read_tokens, write_token
-from warmseed.seeding.verdict import RULES, Rule
 from warmseed.stores.base import BaseStore, Body, ObjectInfo, ObjectReader, Store, StoreLimits
 from warmseed.stores.chain import Chain
 from warmseed.stores.disk import DiskStore

@@ -20,12 +20,12 @@ from warmseed.daemon.cli.main import app
 from warmseed.daemon.rank.fleet_keys import fleet_keys
 from warmseed.errors import ConfigurationError, WarmseedError
 from warmseed.seeding.artifact import NAMESPACE
-from warmseed.seeding.golden import deny, list_artifacts, pin_generation
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind
 from warmseed.seeding.kinds.compiled.capture import Quiet
 from warmseed.seeding.kinds.compiled.inductor import InductorCache
-from warmseed.seeding.replicate import Replica, current_generations, replicate
+from warmseed.seeding.operator.golden import deny, list_artifacts, pin_generation
+from warmseed.seeding.operator.replicate import Replica, current_generations, replicate
 from warmseed.seeding.trust.judge import Trust
 from warmseed.seeding.trust.keys import Keyring, PublisherKey
 from warmseed.seeding.trust.token import new_token, read_tokens, write_token

@@ -23,15 +23,15 @@ from typer.testing import CliRunner
 from warmseed.daemon.cli.main import app
 from warmseed.daemon.rank.fleet_keys import fleet_keys
 from warmseed.errors import ConfigurationError, WarmseedError
-from warmseed.seeding import sweep
 from warmseed.seeding.artifact import NAMESPACE, ArtifactKey, bundle_key, denial_key, object_key
-from warmseed.seeding.golden import deny, list_artifacts, pin_generation, roll_back
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind
 from warmseed.seeding.kinds.compiled.capture import Quiet
 from warmseed.seeding.kinds.compiled.inductor import InductorCache
-from warmseed.seeding.retention import Plan, Retention
-from warmseed.seeding.sweep import Removed, carry_out, plan_stores
+from warmseed.seeding.operator import sweep
+from warmseed.seeding.operator.golden import deny, list_artifacts, pin_generation, roll_back
+from warmseed.seeding.operator.retention import Plan, Retention
+from warmseed.seeding.operator.sweep import Removed, carry_out, plan_stores
 from warmseed.seeding.trust.judge import DAY, Trust
 from warmseed.seeding.trust.keys import Keyring, PublisherKey
 from warmseed.seeding.trust.manifest import sign_manifest, verify_manifest

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmseed.seeding import host
-from warmseed.seeding.artifact import ArtifactKey, bundle_key, check_digest, denial_key, object_key
+from warmseed.seeding.artifact import ArtifactKey, bundle_key, check_digest, denial_key, object_key, parse_manifest_key
 from warmseed.seeding.environment import UNKNOWN, Environment
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.stores.base import check_key
@@ -26,6 +26,29 @@ def test_the_keys_are_those_of_the_reference() -> None:
     assert bundle_key(HASH) == f"vllm-warmup-cache/compile_cache/{HASH}/bundle.tar"
     assert KEY.reference_key("t.json") == f"vllm-warmup-cache/compile_cache/{HASH}/t.json"
     assert KEY.manifest_key(7) == f"vllm-warmup-cache/manifest/compile_cache/{HASH}/{HASH}/dp2_rank11/7.json"
+
+
+@pytest.mark.parametrize("generation", [1, 7, 10**12])
+def test_a_manifests_key_says_whose_it_is(generation: int) -> None:
+    assert parse_manifest_key(KEY.manifest_key(generation)) == (KEY, generation)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(KEY.head_key, KEY.pin_key, bundle_key(HASH), object_key(HASH), f"{KEY.manifest_folder}/sub/1.json"),
+        *(
+            f"{KEY.manifest_folder}/{last}"
+            for last in ("0.json", "01.json", "-1.json", "²", "².json", "٣.json", "1.json\n")
+        ),
+        *(
+            KEY.manifest_key(7).replace(*swap)
+            for swap in (("dp2", "dp02"), ("rank11", f"rank{1 << 20}"), (HASH, "0" * 63))
+        ),
+    ],
+)
+def test_no_other_name_is_taken_for_a_manifests(name: str) -> None:
+    assert parse_manifest_key(name) is None
 
 
 @given(kind=texts, config=texts, environment=texts)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmseed.seeding.artifact import ArtifactKey, object_key
+from warmseed.seeding.operator.retention import Generation, Judgement, Plan, Retention, Standing, Survey, make_plan
 from warmseed.seeding.origins.catalog import MAX_WINDOWS, WINDOW, Catalog
-from warmseed.seeding.retention import Contents, Generation, Judgement, Plan, Retention, Standing, make_plan
 from warmseed.stores.base import ObjectInfo
 from warmseed.stores.chain import Chain
 from warmseed.testing.fake_store import FakeStore
@@ -41,8 +41,8 @@ def generation(number: int, *, standing: Standing = "good", modified: float | No
 
 def plan_of(*found: Generation, keep: int = 1, judgement: Judgement = NOBODY, unreadable: tuple[str, ...] = ()) -> Plan:
     objects = {key: ObjectInfo(key, size, 0.0) for item in found for key, size in item.needs}
-    contents = Contents(objects, {KEY.manifest_folder: found}, {}, (), frozenset(), unreadable)
-    return make_plan(contents, judgement, Retention(keep=keep), life=30 * DAY, now=NOW)
+    survey = Survey(objects, {KEY.manifest_folder: found}, {}, (), frozenset(), unreadable)
+    return make_plan(survey, judgement, Retention(keep=keep), life=30 * DAY, now=NOW)
 
 
 def left(plan: Plan, *found: Generation) -> list[int]:

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Literal
 
 from warmseed.seeding.artifact import ArtifactKey, denial_key, object_key
-from warmseed.seeding.contents import Contents, read_contents, read_factors
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.published import Found
+from warmseed.seeding.operator.contents import Contents, read_contents, read_factors
+from warmseed.seeding.operator.eligibility import Examiner, Rule, StatedDenial, StatedPin, read_denial, read_pin
+from warmseed.seeding.operator.published import Found
 from warmseed.seeding.trust import canonical
 from warmseed.seeding.trust.dsse import ENVELOPE_BYTES, read_unverified
 from warmseed.seeding.trust.keys import Keyring
 from warmseed.seeding.trust.manifest import MANIFEST_BYTES, MANIFEST_TYPE, Manifest, verify_manifest
-from warmseed.seeding.verdict import Judge, Rule, StatedDenial, StatedPin, read_denial, read_pin
 from warmseed.stores.base import Store
 from warmseed.stores.chain import Chain
 from warmseed.stores.errors import StoreError, StoreUnavailable
@@ -102,7 +102,7 @@ async def inspect_generation(
     verified = _verifies(envelope, keyring)
     pin = await _first(chain, found.key.pin_key)
     denial = None if manifest is None else await _first(chain, denial_key(manifest.sha256))
-    judge = await Judge.at(state, keyring, ours, now)
+    examiner = await Examiner.at(state, keyring, ours, now)
     # What a stranger signed is shown, but nothing is fetched or parsed on its word.
     factors, contents = None, Contents(unread="the manifest is not verified, so nothing is read on its word")
     if manifest is not None and verified:
@@ -120,9 +120,9 @@ async def inspect_generation(
         generations=found.generations,
         manifest=manifest,
         signatures=_signatures(keyids, keyring, verified=verified),
-        rules=await judge.rules(envelope, found, pin, denial, _fetchable(reports)),
-        pin=None if pin is None else read_pin(pin, found.key, judge.trust, now),
-        denial=None if denial is None or manifest is None else read_denial(denial, manifest, judge.trust, now),
+        rules=await examiner.rules(envelope, found, pin, denial, _fetchable(reports)),
+        pin=None if pin is None else read_pin(pin, found.key, examiner.trust, now),
+        denial=None if denial is None or manifest is None else read_denial(denial, manifest, examiner.trust, now),
         factors=factors,
         contents=contents,
         tiers=reports,

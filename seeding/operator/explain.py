@@ -14,7 +14,7 @@ from warmseed.errors import printable
 from warmseed.seeding.artifact import FACTORS_BYTES, object_key
 from warmseed.seeding.environment import Difference, Environment
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.golden import list_artifacts
+from warmseed.seeding.operator.golden import list_artifacts
 from warmseed.seeding.trust.keys import Keyring
 from warmseed.seeding.trust.manifest import Manifest
 from warmseed.stores.chain import Chain

@@ -14,7 +14,7 @@ from warmseed.blocking import run_blocking
 from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.environment import Environment
 from warmseed.seeding.errors import ArtifactRefused, CannotJudge
-from warmseed.seeding.published import Found
+from warmseed.seeding.operator.published import Found
 from warmseed.seeding.trust.dsse import open_envelope
 from warmseed.seeding.trust.judge import Expected, Marks, Trust
 from warmseed.seeding.trust.keys import Keyring
@@ -23,7 +23,7 @@ from warmseed.seeding.trust.marks import read_marks
 from warmseed.seeding.trust.probation import Probation
 from warmseed.seeding.trust.statements import DENIAL_TYPE, PIN_TYPE, verify_denial, verify_pin
 
-__all__ = ["RULES", "Judge", "Rule", "StatedDenial", "StatedPin", "read_denial", "read_pin"]
+__all__ = ["RULES", "Examiner", "Rule", "StatedDenial", "StatedPin", "read_denial", "read_pin"]
 
 # In the order in which a node applies them -> the reason codes with which each refuses.
 RULES: Mapping[str, tuple[str, ...]] = {
@@ -75,7 +75,7 @@ class StatedDenial:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class Examiner:
     """This node's judgement, as an adoption would come to it; nothing is remembered."""
 
     trust: Trust
@@ -85,8 +85,8 @@ class Judge:
     forgotten: str  # why this node's history of generations is not known
 
     @classmethod
-    async def at(cls, state: Path, keyring: Keyring, ours: Environment | None, now: int) -> Judge:
-        """The judge of the node with the folder `state`; `ours` is its environment, where that is known.
+    async def at(cls, state: Path, keyring: Keyring, ours: Environment | None, now: int) -> Examiner:
+        """The examiner of the node with the folder `state`; `ours` is its environment, where that is known.
 
         Raises:
             OSError: when the node's records can't be read.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from warmseed.errors import ConfigurationError, printable
-from warmseed.seeding.artifact import NAMESPACE, ArtifactKey
+from warmseed.seeding.artifact import NAMESPACE, ArtifactKey, parse_manifest_key
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.stores.base import PrunableStore, Store
 from warmseed.stores.chain import Chain
@@ -23,11 +23,6 @@ _CANDIDATES = 20  # named in an error
 _HEX = "[0-9a-f]{1,64}"
 _RANK = r"dp\d{1,7}_rank\d{1,7}"
 _WANTED = re.compile(rf"([a-z0-9][a-z0-9_]{{0,63}})/({_HEX})(?:/({_HEX}))?(?:/({_RANK}))?(?:@(\d{{1,13}}))?", re.ASCII)
-_NAME = re.compile(
-    rf"{NAMESPACE}/manifest/([a-z0-9][a-z0-9_]{{0,63}})/([0-9a-f]{{64}})/([0-9a-f]{{64}})/dp(\d{{1,7}})_rank(\d{{1,7}})/"
-    r"([1-9]\d{0,12})\.json",
-    re.ASCII,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,32 +113,13 @@ async def _listed(tier: Store, wanted: Wanted) -> tuple[list[tuple[ArtifactKey, 
                 count += 1
                 if count > _LISTED:
                     return found, f"{store.name}: the listing was cut after {_LISTED} objects"
-                if (named := _of_name(info.key)) is not None and wanted.fits(named[0]):
+                if (named := parse_manifest_key(info.key)) is not None and wanted.fits(named[0]):
                     found.append(named)
     except TimeoutError:
         return found, f"{store.name}: the listing took over {_PATIENCE:g} s and was given up"
     except StoreError as error:
         return found, printable(error, limit=500)
     return found, ""
-
-
-def _of_name(name: str) -> tuple[ArtifactKey, int] | None:
-    """Artifact and generation of a manifest's store key, or `None` for any other object."""
-    parts = _NAME.fullmatch(name)
-    if parts is None:
-        return None
-    kind, config, environment, dp_rank, world_rank, generation = parts.groups()
-    try:
-        key = ArtifactKey(
-            kind=kind,
-            config_hash=config,
-            environment_hash=environment,
-            dp_rank=int(dp_rank),
-            world_rank=int(world_rank),
-        )
-    except ArtifactRefused:
-        return None
-    return (key, int(generation)) if key.manifest_key(int(generation)) == name else None
 
 
 def _shown(generations: Mapping[ArtifactKey, set[int]]) -> str:

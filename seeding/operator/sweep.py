@@ -1,4 +1,4 @@
-"""Looks through stores, and removes what `seeding.retention` says they no longer need.
+"""Looks through stores, and removes what `seeding.operator.retention` says they no longer need.
 
 Manifests go first and what they referred to after them, so that a run that is cut off leaves objects that no reader
 looks for, and the next run takes them. In between every manifest is read once more: what was published meanwhile keeps
@@ -18,8 +18,7 @@ from warmseed.errors import ConfigurationError, printable
 from warmseed.seeding.artifact import NAMESPACE, denial_key, object_key
 from warmseed.seeding.bundle.frames import MAGIC
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.retention import (
-    Contents,
+from warmseed.seeding.operator.retention import (
     Generation,
     Item,
     Judgement,
@@ -27,6 +26,7 @@ from warmseed.seeding.retention import (
     Plan,
     Retention,
     Standing,
+    Survey,
     make_plan,
 )
 from warmseed.seeding.trust.dsse import ENVELOPE_BYTES
@@ -86,9 +86,9 @@ async def plan_stores(
     try:
         surveys = [await _survey(store, trust, now) for store in stores]
         judgement = _judge(surveys, trust, now)
-        for store, contents in zip(stores, surveys, strict=True):
-            plan = await _proven(store, _plan(contents, judgement, retention, trust, now))
-            planned.append(Planned(store, plan, tuple(contents.unreadable)))
+        for store, survey in zip(stores, surveys, strict=True):
+            plan = await _proven(store, _plan(survey, judgement, retention, trust, now))
+            planned.append(Planned(store, plan, tuple(survey.unreadable)))
     except StoreError as error:
         raise StoreError(f"{printable(error, limit=500)}; nothing was removed from any store") from error
     return tuple(planned), judgement
@@ -104,8 +104,8 @@ async def carry_out(planned: Planned, judgement: Judgement, trust: Trust, retent
     try:
         first = [item for item in planned.plan.items if item.what != "object"]
         await _each(first, lambda item: _remove(store, item, removed, trust, now))
-        contents = await _survey(store, trust, now)
-        sweep = _plan(contents, judgement, retention, trust, now, sweep=True)
+        survey = await _survey(store, trust, now)
+        sweep = _plan(survey, judgement, retention, trust, now, sweep=True)
         free = {item.info.key for item in sweep.items}
         objects = [item for item in planned.plan.items if item.what == "object" and item.info.key in free]
         await _each(objects, lambda item: _remove(store, item, removed, trust, now))
@@ -121,19 +121,19 @@ async def carry_out(planned: Planned, judgement: Judgement, trust: Trust, retent
 
 
 def _plan(
-    contents: Contents, judgement: Judgement, retention: Retention, trust: Trust, now: int, *, sweep: bool = False
+    survey: Survey, judgement: Judgement, retention: Retention, trust: Trust, now: int, *, sweep: bool = False
 ) -> Plan:
     life = trust.policy.longest_life + PAST
-    return make_plan(contents, judgement, retention, life=life, now=now, sweep=sweep)
+    return make_plan(survey, judgement, retention, life=life, now=now, sweep=sweep)
 
 
-def _judge(surveys: Sequence[Contents], trust: Trust, now: int) -> Judgement:
+def _judge(surveys: Sequence[Survey], trust: Trust, now: int) -> Judgement:
     pinned: dict[str, frozenset[int] | None] = {}
-    for contents in surveys:
-        for folder, pin in contents.pins.items():
+    for survey in surveys:
+        for folder, pin in survey.pins.items():
             known = pinned.get(folder, frozenset())
             pinned[folder] = None if known is None or pin.generations is None else known | pin.generations
-    digests = {item.sha256 for contents in surveys for found in contents.generations.values() for item in found}
+    digests = {item.sha256 for survey in surveys for found in survey.generations.values() for item in found}
     return Judgement(pinned, frozenset(sha256 for sha256 in digests if trust.denied(sha256, now=now)))
 
 
@@ -150,7 +150,7 @@ def _prunable(store: Store) -> PrunableStore:
 # Looking ------------------------------------------------------------------------------------------------
 
 
-async def _survey(store: Store, trust: Trust, now: int) -> Contents:
+async def _survey(store: Store, trust: Trust, now: int) -> Survey:
     """Everything that `store` holds. Valid denials are made known to `trust`.
 
     Raises:
@@ -193,7 +193,7 @@ async def _survey(store: Store, trust: Trust, now: int) -> Contents:
     for found in generations.values():
         found.sort(key=lambda item: item.number)
     disk = innermost(store)
-    return Contents(
+    return Survey(
         objects,
         generations,
         pins={info.key.rpartition("/")[0]: _pin(info, data, trust, now) for info, data in await _read(store, pins)},

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from warmseed.errors import printable
-from warmseed.seeding.artifact import NAMESPACE, ArtifactKey, check_digest, denial_key
+from warmseed.seeding.artifact import NAMESPACE, ArtifactKey, check_digest, denial_key, parse_manifest_key
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.trust.dsse import ENVELOPE_BYTES
 from warmseed.seeding.trust.judge import DAY, PAST
@@ -62,13 +62,13 @@ async def list_artifacts(chain: Chain, keyring: Keyring, *, prefix: str = "") ->
     for store in chain.all_tiers():
         if not isinstance(listing := innermost(store), PrunableStore):
             continue
-        names = [name async for name in _names(listing, f"{NAMESPACE}/manifest/{prefix}")]
-        for name in sorted(names, key=_by_generation):
+        for key, generation in sorted(await _named(listing, prefix), key=_by_generation):
+            name = key.manifest_key(generation)
             if name in seen:
                 continue
             seen.add(name)
             envelope = await store.get(name, limit=MANIFEST_BYTES)
-            if envelope is not None and (found := _verified(name, envelope, keyring)) is not None:
+            if envelope is not None and (found := _verified(key, generation, envelope, keyring)) is not None:
                 yield found
 
 
@@ -79,30 +79,30 @@ def keep_newest(newest: dict[ArtifactKey, Listed], found: Listed) -> None:
         newest[found.key] = found
 
 
-async def _names(store: PrunableStore, prefix: str) -> AsyncIterator[str]:
+async def _named(store: PrunableStore, prefix: str) -> list[tuple[ArtifactKey, int]]:
+    found: list[tuple[ArtifactKey, int]] = []
     count = 0
-    async for info in store.list(prefix):
+    async for info in store.list(f"{NAMESPACE}/manifest/{prefix}"):
         count += 1
         if count > _LISTED:
-            _log.warning("the listing of %s ends after %d objects", prefix, _LISTED)
-            return
-        if info.key.endswith(".json") and info.key.rsplit("/", 1)[-1][:-5].isdigit():
-            yield info.key
+            _log.warning("the listing of %s ends after %d objects", prefix or "everything", _LISTED)
+            break
+        if (named := parse_manifest_key(info.key)) is not None:
+            found.append(named)
+    return found
 
 
-def _by_generation(name: str) -> tuple[str, int]:
-    folder, _, last = name.rpartition("/")
-    return folder, int(last[:-5])
+def _by_generation(named: tuple[ArtifactKey, int]) -> tuple[str, int]:
+    return named[0].manifest_folder, named[1]
 
 
-def _verified(name: str, envelope: bytes, keyring: Keyring) -> Listed | None:
+def _verified(key: ArtifactKey, generation: int, envelope: bytes, keyring: Keyring) -> Listed | None:
     try:
         manifest, _ = verify_manifest(envelope, keyring)
-        key = manifest.key(name.split("/")[4])
-        if key.manifest_key(manifest.generation) != name:
+        if (manifest.key(key.environment_hash), manifest.generation) != (key, generation):
             raise ArtifactRefused("key", "it describes another artifact")
-    except (ArtifactRefused, IndexError) as error:
-        _log.info("%s is not listed: %s", name, printable(error))
+    except ArtifactRefused as error:
+        _log.info("%s is not listed: %s", key.manifest_key(generation), printable(error))
         return None
     return Listed(key, manifest, envelope)
 

@@ -18,7 +18,7 @@ from warmseed.blocking import run_blocking
 from warmseed.errors import printable
 from warmseed.seeding.artifact import FACTORS_BYTES, ArtifactKey, denial_key, object_key
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.golden import Listed, keep_newest, list_artifacts
+from warmseed.seeding.operator.golden import Listed, keep_newest, list_artifacts
 from warmseed.seeding.origins.catalog import HEAD_BYTES
 from warmseed.seeding.origins.payload import prepare_staging, remove_staged
 from warmseed.seeding.trust.dsse import ENVELOPE_BYTES

@@ -18,7 +18,7 @@ from warmseed.seeding.artifact import NAMESPACE
 from warmseed.seeding.origins.catalog import WINDOW
 from warmseed.stores.base import ObjectInfo
 
-__all__ = ["Contents", "Generation", "Item", "Judgement", "PinFound", "Plan", "Retention", "Standing", "make_plan"]
+__all__ = ["Generation", "Item", "Judgement", "PinFound", "Plan", "Retention", "Standing", "Survey", "make_plan"]
 
 _SHARED = re.compile(rf"{NAMESPACE}/(?:object/[0-9a-f]{{64}}|compile_cache/[0-9a-f]{{64}}/bundle\.tar)")
 # good      verified, in its place, and within its life
@@ -67,7 +67,7 @@ class PinFound:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class Survey:
     """What one store holds."""
 
     objects: Mapping[str, ObjectInfo]  # all that is neither a manifest, a hint, a pin nor a denial
@@ -114,19 +114,19 @@ class Plan:
 
 
 def make_plan(
-    contents: Contents, judgement: Judgement, retention: Retention, *, life: float, now: float, sweep: bool = False
+    survey: Survey, judgement: Judgement, retention: Retention, *, life: float, now: float, sweep: bool = False
 ) -> Plan:
-    """What may go from a store that has `contents`.
+    """What may go from a store of which `survey` tells.
 
     `life` is how many seconds any signed statement is believed at most. With `sweep` no generation goes: what nothing
     refers to now is all that is planned.
     """
-    return _Planner(contents, judgement, retention, life, now).plan(sweep=sweep)
+    return _Planner(survey, judgement, retention, life, now).plan(sweep=sweep)
 
 
 class _Planner:
-    def __init__(self, contents: Contents, judgement: Judgement, retention: Retention, life: float, now: float) -> None:
-        self._contents, self._judgement, self._retention = contents, judgement, retention
+    def __init__(self, survey: Survey, judgement: Judgement, retention: Retention, life: float, now: float) -> None:
+        self._survey, self._judgement, self._retention = survey, judgement, retention
         self._life, self._now = life, now
         self._young = self._ageless = self._held = 0
 
@@ -135,15 +135,15 @@ class _Planner:
         gone = frozenset(item.info.key for item in going)
         statements = () if sweep else tuple(self._statements())
         items = (*going, *statements, *self._objects(gone))
-        kept = sum(map(len, self._contents.generations.values())) - len(going)
+        kept = sum(map(len, self._survey.generations.values())) - len(going)
         return Plan(items, kept, self._young, self._ageless, self._held)
 
     # Generations -----------------------------------------------------------------------------------------
 
     def _generations(self) -> Iterator[Item]:
-        newest = {folder: self._newest(found) for folder, found in self._contents.generations.items()}
+        newest = {folder: self._newest(found) for folder, found in self._survey.generations.items()}
         runs = {_group(item) for kept in newest.values() for item in kept if item.run}
-        for folder, found in sorted(self._contents.generations.items()):
+        for folder, found in sorted(self._survey.generations.items()):
             pinned = self._judgement.pinned.get(folder, frozenset())
             floor = newest[folder][-1].number if len(newest[folder]) == self._retention.keep else 0
             ours = [item.number for item in found if item.standing != "foreign"]
@@ -174,7 +174,7 @@ class _Planner:
         return item.standing == "good" and item.sha256 not in self._judgement.denied
 
     def _complete(self, item: Generation) -> bool:
-        objects = self._contents.objects
+        objects = self._survey.objects
         return all(key in objects and objects[key].size == size for key, size in item.needs)
 
     # What nothing refers to -----------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class _Planner:
         needed: set[str] = set()
         ours: set[str] = set()  # keys that a manifest of ours names, believed or not
         references: dict[str, set[tuple[int, str]]] = {}  # key -> what publications of ours put there
-        for folder, found in self._contents.generations.items():
+        for folder, found in self._survey.generations.items():
             for item in found:
                 keys = {*(key for key, _ in item.needs), *item.also}
                 if item.standing != "foreign":
@@ -192,8 +192,8 @@ class _Planner:
                     needed |= {*keys, item.reference}
                 else:
                     references.setdefault(item.reference, set()).add((item.length, item.sha256))
-        for key, info in sorted(self._contents.objects.items()):
-            if key in needed or key in self._contents.protected:
+        for key, info in sorted(self._survey.objects.items()):
+            if key in needed or key in self._survey.protected:
                 continue
             proof: frozenset[str] = frozenset()
             if not _SHARED.fullmatch(key):
@@ -202,7 +202,7 @@ class _Planner:
                     continue  # not written by warmseed, as far as anybody can tell
             elif key not in ours and key.endswith("/bundle.tar"):
                 proof = frozenset({"zstd"})  # stock vLLM has bundles of its own there, which no manifest names
-            if self._contents.unreadable:
+            if self._survey.unreadable:
                 self._held += 1
             elif self._old(info):
                 yield Item("object", info, proof)
@@ -223,12 +223,12 @@ class _Planner:
     def _statements(self) -> Iterator[Item]:
         # An older pin that is still valid may lie on some node's disk: what took its place outlives it.
         before = self._now - max(self._retention.older_than, self._life)
-        for folder, pin in self._contents.pins.items():
+        for folder, pin in self._survey.pins.items():
             inside = f"{folder}/".startswith(f"{NAMESPACE}/manifest/{self._retention.prefix}")
             if pin.over and inside and _older(pin.info, before):
                 yield Item("pin", pin.info)
         if not self._retention.prefix:
-            yield from (Item("denial", info) for info in self._contents.denials if _older(info, before))
+            yield from (Item("denial", info) for info in self._survey.denials if _older(info, before))
 
     def _old(self, info: ObjectInfo) -> bool:
         """Whether `info` may be touched; what may not is counted."""
