@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from warmseed.daemon.engines.bytecode import keep_bytecode
 from warmseed.daemon.engines.torch import TorchEngine
 from warmseed.daemon.settings.paths import default_cache_root, prepare_cache_root
 from warmseed.daemon.weights.errors import WeightCacheError, WeightCacheUnavailable
@@ -82,6 +83,7 @@ def run(
     server = TorchEngine(model, dtype=dtype, device=device, buckets=_buckets(shape_buckets))
     root = (cache_root or default_cache_root()).absolute()
     prepare_cache_root(root)  # compiled code is loaded from there: nobody else may have put it there
+    keep_bytecode(root, server.modules)
     # Before torch is imported: its cache folders are read from the environment once.
     os.environ.update(server.caches(root).variables)
 

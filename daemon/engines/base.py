@@ -60,6 +60,7 @@ class Engine(Protocol):
     """One kind of server. The constructor raises `ConfigurationError` for a model that can't be served."""
 
     name: str
+    modules: tuple[str, ...]  # some that every process of this engine imports, by which its installation is judged
 
     @property
     def device(self) -> str:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from warmseed.daemon.engines.base import CacheLayout, Engine
+from warmseed.daemon.engines.bytecode import bytecode_variables
 from warmseed.daemon.engines.torch import TorchEngine
 from warmseed.daemon.protocol.spec import RankSpec
 from warmseed.errors import ConfigurationError, printable
@@ -42,7 +43,9 @@ def cache_layout(engine: str, cache_root: Path) -> CacheLayout:
     if engine == "vllm":
         from warmseed.daemon.engines.vllm import layout
 
-        return layout.layout_below(cache_root, os.environ, flashinfer="", arch="")
+        found = layout.layout_below(cache_root, os.environ, flashinfer="", arch="")
+        bytecode = bytecode_variables(cache_root, layout.MODULES, os.environ)
+        return CacheLayout(found.roots, {**found.variables, **bytecode})
     if engine == "torch":
         raise ConfigurationError("the torch engine is `warmseed run`, which sets its own caches; this is for vllm")
     raise ConfigurationError(f"there is no engine {printable(engine)!r}; choose vllm")

@@ -55,6 +55,7 @@ class TorchEngine:
     """A causal language model from a local folder of safetensors."""
 
     name = "torch"
+    modules: tuple[str, ...] = ("torch._inductor.compile_fx", "transformers.modeling_utils")
 
     def __init__(
         self,

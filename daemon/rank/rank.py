@@ -26,6 +26,7 @@ from pathlib import Path
 from warmseed.blocking import run_blocking
 from warmseed.daemon import logs
 from warmseed.daemon.engines.base import Engine
+from warmseed.daemon.engines.bytecode import keep_bytecode
 from warmseed.daemon.engines.registry import engine_for
 from warmseed.daemon.launcher.processes import die_with_parent, ensure_standard_files
 from warmseed.daemon.protocol.spec import RankSpec, read_spec
@@ -107,13 +108,14 @@ class Rank:
         phase = self.status.phase
         async with AsyncExitStack() as stack:
             with phase("own-device"):
+                await run_blocking(prepare_cache_root, self.cache_root)
+                await run_blocking(keep_bytecode, self.cache_root, self.engine.modules)
                 lock = await self._own_device()
                 stack.callback(lock.release)
             # Importing a deep-learning framework takes seconds and needs nobody: it runs beside the seeding.
             preparing = asyncio.create_task(run_blocking(self.engine.prepare))
             stack.callback(preparing.cancel)
             with phase("snapshot"):
-                await run_blocking(prepare_cache_root, self.cache_root)
                 site = await run_blocking(self._site)
                 seeds = await stack.enter_async_context(Seeds.opened(self.spec, self.cache_root, observer=self._tally))
             # A draft runs in the target's engine, on the same caches: what warms that engine is the target's to keep.

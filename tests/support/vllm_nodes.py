@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from warmseed.daemon.engines.vllm.layout import layout_below
+from warmseed.daemon.engines.bytecode import bytecode_variables
+from warmseed.daemon.engines.vllm.layout import MODULES, layout_below
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("vllm_child.py")
@@ -113,7 +114,8 @@ class Node:
         """Of every process of this node: its own caches, no network."""
         base = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "WARMSEED_"))}
         own = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **self.variables}
-        return {**base, **own, **layout_below(self.cache_root, base, flashinfer="", arch="").variables}
+        layout = layout_below(self.cache_root, base, flashinfer="", arch="")
+        return {**base, **own, **layout.variables, **bytecode_variables(self.cache_root, MODULES, base)}
 
     # The daemon -----------------------------------------------------------------------------------
 

@@ -17,12 +17,13 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 from warmseed.daemon.engines.base import CacheLayout, EngineIdentity, LoadedModel
+from warmseed.daemon.engines.bytecode import bytecode_variables
 from warmseed.daemon.engines.vllm import model as loading
 from warmseed.daemon.engines.vllm.arguments import LOAD_FORMAT, Usage, engine_config, parse_engine_arguments
 from warmseed.daemon.engines.vllm.draft import config_of, model_config_of
 from warmseed.daemon.engines.vllm.fingerprint import RankPlace, checkpoint_folder, rank_fingerprint
 from warmseed.daemon.engines.vllm.identity import snapshot, table_hash
-from warmseed.daemon.engines.vllm.layout import layout_below
+from warmseed.daemon.engines.vllm.layout import MODULES, layout_below
 from warmseed.daemon.engines.vllm.plugin import UNSUPPORTED_OK
 from warmseed.daemon.engines.vllm.releases import installed_release
 from warmseed.daemon.protocol import rendezvous
@@ -55,6 +56,7 @@ class VllmEngine:
     """One rank of a vLLM model, as the daemon loads and describes it."""
 
     name = "vllm"
+    modules: tuple[str, ...] = MODULES
 
     def __init__(self, spec: RankSpec) -> None:
         """Check what can be checked without importing vLLM.
@@ -102,7 +104,8 @@ class VllmEngine:
             collected = self._flashinfer()
             version, arch = collected.metadata.get("flashinfer_version", ""), collected.arch
         layout = layout_below(cache_root, os.environ, flashinfer=version, arch=arch)
-        return CacheLayout(layout.roots, {**layout.variables, **self._engine_variables()})
+        bytecode = bytecode_variables(cache_root, self.modules, os.environ)
+        return CacheLayout(layout.roots, {**layout.variables, **bytecode, **self._engine_variables()})
 
     def kinds(self) -> Sequence[Kind]:
         from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind

@@ -12,7 +12,9 @@ from pathlib import Path
 from warmseed.daemon.engines.base import CacheLayout
 from warmseed.seeding.kinds.autotune.layout import MANAGED_ROOT, PER_RANK_ROOT, managed_root, per_rank_root
 
-__all__ = ["cache_roots", "layout_below"]
+__all__ = ["MODULES", "cache_roots", "layout_below"]
+
+MODULES = ("torch._inductor.compile_fx", "transformers.modeling_utils", "vllm.v1.engine.core")  # every engine imports
 
 _BELOW = {  # cache -> (variable, folder below the canonical root)
     "inductor": ("TORCHINDUCTOR_CACHE_DIR", "inductor"),

@@ -10,19 +10,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from tests.support.artifacts import FLEET, TABLE, PlainKind, SeedNode, key_of, run
 from tests.support.fake_checkpoint import fake_checkpoint
 from tests.support.sites import make_site
+from tests.support.specs import spec
 
-from warmseed.daemon.protocol.spec import RankSpec
 from warmseed.daemon.protocol.status import Phase, Refused, RehearsalOutcome, StatusWriter, decode_message
 from warmseed.daemon.rank.fleet_keys import node_key
 from warmseed.daemon.rank.judge import Judge
 from warmseed.daemon.rank.rank import Rank
 from warmseed.daemon.rank.seeds import Seeds
-from warmseed.daemon.settings.config import PreloadConfig
 from warmseed.errors import ConfigurationError
 from warmseed.seeding.adoption import Adoption
 from warmseed.seeding.channel.messages import DescribeRequest
@@ -31,24 +29,6 @@ from warmseed.seeding.environment import Environment
 from warmseed.seeding.kinds.base import Capture, Installation, Site
 from warmseed.seeding.trust.keys import PublisherKey
 from warmseed.seeding.trust.token import new_token, write_token
-
-
-def spec(**settings: Any) -> RankSpec:
-    config = msgspec.convert({"engine": "torch", "model": "/models/m", **settings}, PreloadConfig)
-    return RankSpec(
-        group="target",
-        local_rank=0,
-        global_rank=0,
-        world_size=1,
-        local_size=1,
-        dp_rank=0,
-        pp_rank=0,
-        tp_rank=0,
-        device=0,
-        rendezvous_host="127.0.0.1",
-        rendezvous_port=1,
-        config=config,
-    )
 
 
 def _nobody(*, store: str, operation: str, outcome: str, size: int, seconds: float) -> None: ...

@@ -1,0 +1,95 @@
+"""Python's bytecode, kept below the cache root for an engine whose packages came without any.
+
+An installer that compiles nothing (``uv``, and with it many container images) leaves that to the first import. Where
+nothing may be written beside the sources, or a container is thrown away, every start compiles thousands of files again.
+Python itself finds bytecode by the path of its source and believes it as long as time and size of the source fit; equal
+times are usual in images, so each set of installed packages has a folder of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["bytecode_variables", "keep_bytecode"]
+
+_PREFIX = "PYTHONPYCACHEPREFIX"  # where an interpreter looks for bytecode instead of beside the sources
+_FORBIDDEN = "PYTHONDONTWRITEBYTECODE"
+_FOLDER = "bytecode"
+_UNUSED = 30 * 86_400  # seconds after which the bytecode of packages that no daemon has run with is removed
+
+
+def bytecode_variables(cache_root: Path, modules: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """What makes an interpreter keep its bytecode below `cache_root`; empty if `modules` have theirs beside them.
+
+    `modules` are some that every engine imports: what holds for them is taken to hold for the whole installation. An
+    operator's own ``PYTHONPYCACHEPREFIX`` stands.
+    """
+    folder = cache_root / _FOLDER
+    chosen = environ.get(_PREFIX, "")
+    if chosen and Path(chosen).parent != folder:
+        return {}
+    if all(_compiled(module) for module in modules):
+        return {}
+    # Where an image forbids to write bytecode, that is meant for the image.
+    return {_PREFIX: str(folder / _installation()), _FORBIDDEN: ""}
+
+
+def keep_bytecode(cache_root: Path, modules: Sequence[str]) -> None:
+    """The same for this process, which runs already, and for its children; `cache_root` must be private.
+
+    Bytecode that lies there for packages that are long gone is removed.
+    """
+    variables = bytecode_variables(cache_root, modules, os.environ)
+    if not variables:
+        return
+    os.environ.update(variables)
+    sys.pycache_prefix = variables[_PREFIX]
+    sys.dont_write_bytecode = False
+    folder = Path(variables[_PREFIX])
+    with contextlib.suppress(OSError):  # a disk that can't be written to costs the bytecode alone
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.utime(folder)
+        for other in folder.parent.iterdir():
+            if other.stat().st_mtime < time.time() - _UNUSED:
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def _compiled(module: str) -> bool:
+    """Whether Python would find bytecode of `module` beside its source; also for a module that is not installed."""
+    package, *rest = module.split(".")
+    spec = importlib.util.find_spec(package)  # of the package alone: it imports what is above a module
+    if spec is None or spec.origin is None:
+        return True
+    source = Path(spec.origin)
+    if rest:
+        source = source.parent.joinpath(*rest).with_suffix(".py")
+    try:
+        status = source.stat()
+        with (source.parent / "__pycache__" / f"{source.stem}.{sys.implementation.cache_tag}.pyc").open("rb") as file:
+            header = file.read(16)
+    except FileNotFoundError:
+        return not source.exists()
+    except OSError:
+        return False
+    # importlib/_bootstrap_external.py: magic, flags, then the source's time and size, or its hash if a flag says so
+    if len(header) < 16 or header[:4] != importlib.util.MAGIC_NUMBER:
+        return False
+    stated = (int.from_bytes(header[8:12], "little"), int.from_bytes(header[12:16], "little"))
+    return header[4] != 0 or stated == (int(status.st_mtime) & 0xFFFF_FFFF, status.st_size & 0xFFFF_FFFF)
+
+
+def _installation() -> str:
+    """A name for the interpreter and all packages that it can import, by the installers' own lists of files."""
+    digest = hashlib.sha256()
+    for record in sorted({dist.read_text("RECORD") or "" for dist in importlib.metadata.distributions()} - {""}):
+        digest.update(hashlib.sha256(record.encode()).digest())
+    return f"{sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"

@@ -1,0 +1,193 @@
+"""Where Python keeps the bytecode of packages that came without any, tried with real interpreters."""
+
+from __future__ import annotations
+
+import compileall
+import os
+import py_compile
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.support.artifacts import run
+from tests.support.fake_checkpoint import fake_checkpoint
+from tests.support.specs import spec
+
+from warmseed.daemon.engines.bytecode import bytecode_variables, keep_bytecode
+from warmseed.daemon.engines.registry import cache_layout
+from warmseed.daemon.engines.vllm import layout
+from warmseed.daemon.protocol.status import StatusWriter
+from warmseed.daemon.rank.rank import Rank
+from warmseed.errors import ConfigurationError
+
+MODULE = "some_engine.deep.core"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the path with a package as an installer that compiles nothing leaves it."""
+    folder = tmp_path / "site"
+    (folder / "some_engine" / "deep").mkdir(parents=True)
+    for name in ("__init__.py", "deep/__init__.py"):
+        (folder / "some_engine" / name).touch()
+    (folder / "some_engine" / "deep" / "core.py").write_text("WORD = 'written'\n")
+    (folder / "some_engine-1.dist-info").mkdir()
+    (folder / "some_engine-1.dist-info" / "RECORD").write_text("some_engine/deep/core.py,sha256=one,17\n")
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def word(site: Path, variables: dict[str, str]) -> str:
+    """What the module says in an interpreter of an image that forbids bytecode."""
+    environ = {**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1", **variables}
+    command = [sys.executable, "-c", f"from {MODULE} import WORD; print(WORD)"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip()
+
+
+def test_what_one_start_compiles_below_the_root_the_next_start_reads(site: Path, tmp_path: Path) -> None:
+    variables = bytecode_variables(tmp_path / "root", (MODULE,), {})
+    assert word(site, variables) == "written"
+    (kept,) = (tmp_path / "root").rglob("core.*.pyc")
+    assert not list(site.rglob("*.pyc"))
+    kept.write_bytes(kept.read_bytes().replace(b"written", b"noticed"))  # in the bytecode alone
+    assert word(site, variables) == "noticed"
+
+
+def test_a_changed_source_is_compiled_again(site: Path, tmp_path: Path) -> None:
+    variables = bytecode_variables(tmp_path / "root", (MODULE,), {})
+    word(site, variables)
+    (site / "some_engine" / "deep" / "core.py").write_text("WORD = 'changed, and longer'\n")
+    assert word(site, variables) == "changed, and longer"
+
+
+def test_packages_with_bytecode_beside_them_are_left_alone(site: Path, tmp_path: Path) -> None:
+    compileall.compile_dir(site, quiet=1)
+    assert bytecode_variables(tmp_path, (MODULE, "some_engine", "sys", "no_such_package.part"), {}) == {}
+
+
+def test_bytecode_that_is_checked_by_hash_counts(site: Path, tmp_path: Path) -> None:
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    compileall.compile_dir(site, quiet=1, invalidation_mode=mode)
+    os.utime(site / "some_engine" / "deep" / "core.py", (1, 1))
+    assert bytecode_variables(tmp_path, (MODULE,), {}) == {}
+
+
+def _older(source: Path, kept: Path) -> None:
+    os.utime(source, (1, 1))
+
+
+def _half(source: Path, kept: Path) -> None:
+    kept.write_bytes(kept.read_bytes()[:9])
+
+
+def _another_python(source: Path, kept: Path) -> None:
+    kept.write_bytes(b"\0\0\r\n" + kept.read_bytes()[4:])
+
+
+@pytest.mark.parametrize("spoil", [_older, _half, _another_python])
+def test_bytecode_that_python_would_not_believe_does_not_count(
+    site: Path, tmp_path: Path, spoil: Callable[[Path, Path], None]
+) -> None:
+    compileall.compile_dir(site, quiet=1)
+    (kept,) = site.rglob("core.*.pyc")
+    spoil(site / "some_engine" / "deep" / "core.py", kept)
+    assert bytecode_variables(tmp_path, (MODULE,), {})
+
+
+def test_other_packages_have_another_folder_however_old_their_files_look(site: Path, tmp_path: Path) -> None:
+    """In many images all files have one time, and then size alone would have to tell two releases apart."""
+    before = bytecode_variables(tmp_path, (MODULE,), {})
+    assert bytecode_variables(tmp_path, (MODULE,), {}) == before
+    (site / "some_engine-1.dist-info" / "RECORD").write_text("some_engine/deep/core.py,sha256=two,17\n")
+    assert bytecode_variables(tmp_path, (MODULE,), {})["PYTHONPYCACHEPREFIX"] != before["PYTHONPYCACHEPREFIX"]
+
+
+def test_an_operators_own_folder_stands_and_ours_is_found_again(site: Path, tmp_path: Path) -> None:
+    assert bytecode_variables(tmp_path, (MODULE,), {"PYTHONPYCACHEPREFIX": "/elsewhere"}) == {}
+    ours = bytecode_variables(tmp_path, (MODULE,), {})
+    assert bytecode_variables(tmp_path, (MODULE,), ours) == ours
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `keep_bytecode` changes of this process is put back."""
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for name in ("PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"):
+        monkeypatch.setenv(name, "")
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_running_process_goes_on_with_the_folder_and_old_ones_go(site: Path, tmp_path: Path) -> None:
+    old, recent = (tmp_path / "bytecode" / name for name in ("old", "recent"))
+    for folder in (old, recent):
+        (folder / "inside").mkdir(parents=True)
+    month = time.time() - 31 * 86_400
+    os.utime(old, (month, month))
+    keep_bytecode(tmp_path, (MODULE,))
+    assert sys.pycache_prefix == os.environ["PYTHONPYCACHEPREFIX"]
+    assert Path(sys.pycache_prefix).is_dir()
+    assert not sys.dont_write_bytecode
+    assert not os.environ["PYTHONDONTWRITEBYTECODE"]
+    assert recent.exists()
+    assert not old.exists()
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_packages_with_bytecode_change_nothing_in_the_process(site: Path, tmp_path: Path) -> None:
+    compileall.compile_dir(site, quiet=1)
+    keep_bytecode(tmp_path, (MODULE,))
+    assert sys.pycache_prefix is None
+    assert sys.dont_write_bytecode
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_disk_that_takes_nothing_costs_nothing_else(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "bytecode").touch()
+    keep_bytecode(tmp_path, (MODULE,))
+    assert word(site, bytecode_variables(tmp_path, (MODULE,), {})) == "written"
+
+
+def test_an_engine_gets_the_folder_with_the_variables_of_its_caches(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "MODULES", (MODULE,))
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    variables = cache_layout("vllm", tmp_path).variables
+    assert Path(variables["PYTHONPYCACHEPREFIX"]).parent == tmp_path / "bytecode"
+    compileall.compile_dir(site, quiet=1)
+    assert "PYTHONPYCACHEPREFIX" not in cache_layout("vllm", tmp_path).variables
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_rank_has_the_folder_before_its_engine_imports_anything_and_only_in_a_private_root(
+    site: Path, tmp_path: Path
+) -> None:
+    seen: list[str | None] = []
+
+    class Importing:
+        modules = (MODULE,)
+
+        def device_uuid(self) -> str:
+            seen.append(sys.pycache_prefix)
+            raise ConfigurationError("this is as far as it goes")
+
+    root = tmp_path / "root"
+    told, end = os.pipe()
+    status = StatusWriter(end)
+    rank = Rank(spec(model=str(fake_checkpoint(tmp_path / "model")), cache_root=str(root)), status)
+    rank.engine = Importing()  # type: ignore[assignment]
+    for mode, said in ((0o777, "nobody else may write to it"), (0o700, "as far as it goes")):
+        root.mkdir(exist_ok=True)
+        root.chmod(mode)
+        with pytest.raises(ConfigurationError, match=said):
+            run(rank._start())
+    (prefix,) = seen
+    assert prefix is not None
+    assert Path(prefix).parent == root / "bytecode"
+    status.close()
+    os.close(told)
