@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
+
+from tests.support.services import redis_server, s3_server
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,3 +28,17 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} was skipped, which --no-skips forbids: {report.longrepr}"
     return report
+
+
+@pytest.fixture(scope="module")
+def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a real Redis server, empty at first."""
+    with redis_server(tmp_path_factory.mktemp("redis")) as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a real S3 API, without buckets at first."""
+    with s3_server(tmp_path_factory.mktemp("s3")) as endpoint:
+        yield endpoint

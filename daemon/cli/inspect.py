@@ -21,7 +21,7 @@ from warmseed.seeding.kinds.autotune.collect import collect
 from warmseed.seeding.kinds.autotune.layout import KIND
 from warmseed.seeding.kinds.autotune.table import METADATA_FIELDS
 from warmseed.seeding.operator.contents import Contents
-from warmseed.seeding.operator.eligibility import StatedDenial, StatedPin
+from warmseed.seeding.operator.eligibility import StatedDenial, StatedPin, Statement
 from warmseed.seeding.operator.inspect import Held, Inspection, inspect_generation
 from warmseed.seeding.operator.published import Wanted, find_published
 from warmseed.seeding.trust.manifest import Manifest
@@ -140,7 +140,7 @@ def _denial(denial: StatedDenial | None) -> str:
     return f"ignored: {denial.ignored}; it said {said}" if denial.ignored else said
 
 
-def _said(statement: StatedPin | StatedDenial) -> str:
+def _said(statement: Statement) -> str:
     until = f"{_when(statement.issued_at)} to {_when(statement.expires_at)}"
     return f"{statement.publisher} (key {', '.join(statement.signers)}), {until}"
 

@@ -117,7 +117,9 @@ class Rank:
             stack.callback(preparing.cancel)
             with phase("snapshot"):
                 site = await run_blocking(self._site)
-                seeds = await stack.enter_async_context(Seeds.opened(self.spec, self.cache_root, observer=self._tally))
+                seeds = await stack.enter_async_context(
+                    Seeds.opened(self.spec, self.cache_root, observer=self._tally, count=self.status.refused)
+                )
             # A draft runs in the target's engine, on the same caches: what warms that engine is the target's to keep.
             kinds = self.engine.kinds() if self.spec.group == "target" else ()
             for kind in (k for k in kinds if k.name in BEFORE_LOAD):
@@ -199,6 +201,7 @@ class Rank:
             run = await agree_run(group, name="tuned", timeout=GROUP_SECONDS)
         except RendezvousFailed as error:
             _log.warning("tables are not published: %s", printable(error, limit=500))
+            self.status.refused(("not-published",))
             return [(kind, capture) for kind, capture in captures if kind.name != FlashInferAutotune.name], {}
         return captures, {FlashInferAutotune.name: run}
 

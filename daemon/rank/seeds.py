@@ -68,19 +68,24 @@ class Seeds:
         client: SeedClient | None,
         spec: RankSpec,
         state: Path,
+        count: Callable[[Sequence[str]], None],
     ) -> None:
         self.chain = chain
         self.shelf = Shelf(chain)
         self.tokens = tuple(tokens)
         self._trust, self._keys, self._client = trust, keys, client
-        self._spec, self._state = spec, state
+        self._spec, self._state, self._count = spec, state, count
         self._probation = Probation(state)
         self._ledger = Ledger(state / "ledger.jsonl")
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, spec: RankSpec, cache_root: Path, *, observer: Observer) -> AsyncIterator[Seeds]:
+    async def opened(
+        cls, spec: RankSpec, cache_root: Path, *, observer: Observer, count: Callable[[Sequence[str]], None]
+    ) -> AsyncIterator[Seeds]:
         """The seeding side of `spec`'s rank; its listener runs for as long as the block.
+
+        `observer` hears of every store operation, `count` why something was not captured or published.
 
         Raises:
             ConfigurationError: for a token, key or store that can't work, a history that can't be read, or a
@@ -106,7 +111,9 @@ class Seeds:
             if spec.seed_sources:
                 client = await run_blocking(SeedClient, tokens, instance=instance)
             trust = Trust(keyring, marks=marks)
-            seeds = cls(chain, trust=trust, keys=keys, tokens=tokens, client=client, spec=spec, state=state)
+            seeds = cls(
+                chain, trust=trust, keys=keys, tokens=tokens, client=client, spec=spec, state=state, count=count
+            )
             async with AsyncExitStack() as stack:
                 if spec.seed_listen is not None:
                     host, port = spec.seed_listen.host, spec.seed_listen.port
@@ -209,6 +216,7 @@ class Seeds:
             return await run_blocking(kind.capture, site)
         except (WarmseedError, OSError) as error:
             _log.warning("kind=%s not captured, so not published: %s", kind.name, printable(error, limit=500))
+            self._count(("not-captured",))
             return None
 
     async def publish(
@@ -236,6 +244,7 @@ class Seeds:
                         await note_published(sites[kind.name], run)
                 except (WarmseedError, OSError, ValueError) as error:
                     _log.warning("kind=%s not published: %s", kind.name, printable(error, limit=500))
+                    self._count(("not-published",))
                 else:
                     self.shelf.put(key, published.envelope, published.manifest)
             self.shelf.settled()

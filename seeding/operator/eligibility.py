@@ -23,7 +23,7 @@ from warmseed.seeding.trust.marks import read_marks
 from warmseed.seeding.trust.probation import Probation
 from warmseed.seeding.trust.statements import DENIAL_TYPE, PIN_TYPE, verify_denial, verify_pin
 
-__all__ = ["RULES", "Examiner", "Rule", "StatedDenial", "StatedPin", "read_denial", "read_pin"]
+__all__ = ["RULES", "Examiner", "Rule", "StatedDenial", "StatedPin", "Statement", "read_denial", "read_pin"]
 
 # In the order in which a node applies them -> the reason codes with which each refuses.
 RULES: Mapping[str, tuple[str, ...]] = {
@@ -48,30 +48,31 @@ class Rule:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StatedPin:
-    """What lies where the fleet's pin belongs; without `ignored` it counts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """What lies where a signed statement of the fleet belongs; without `ignored` it counts."""
+
+    publisher: str = ""
+    signers: tuple[str, ...] = ()
+    issued_at: int = 0  # unix seconds, as below
+    expires_at: int = 0
+    ignored: str = ""  # why this node does not go by it, after the reason code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatedPin(Statement):
+    """Which generation the fleet is to use."""
 
     generation: int = 0
     sha256: str = ""
     previous: int = 0  # what was pinned before; 0: nothing
-    publisher: str = ""
-    signers: tuple[str, ...] = ()
-    issued_at: int = 0  # unix seconds, as below
-    expires_at: int = 0
-    ignored: str = ""  # why this node does not go by it, after the reason code
 
 
-@dataclass(frozen=True, slots=True)
-class StatedDenial:
-    """What lies where the fleet's denial of the payload belongs; without `ignored` it counts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatedDenial(Statement):
+    """That a payload must not be used."""
 
     reason: str = ""
-    publisher: str = ""
-    signers: tuple[str, ...] = ()
-    issued_at: int = 0  # unix seconds, as below
-    expires_at: int = 0
-    ignored: str = ""  # why this node does not go by it, after the reason code
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import boto3
 import pytest
 import redis
 from tests.support.media import FolderMedium
-from tests.support.services import http_server, redis_server, s3_server
+from tests.support.services import http_server
 
 from warmseed.stores.base import Store
 from warmseed.stores.registry import open_store
@@ -67,18 +67,6 @@ class S3Medium(Medium):
     async def reopen(self) -> Store:
         # moto answers 500 to concurrent writers of one key; that is what the retries are for.
         return Retry(await open_store(self.url, environment=NO_ENVIRONMENT))
-
-
-@pytest.fixture(scope="module")
-def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as port:
-        yield port
-
-
-@pytest.fixture(scope="module")
-def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as endpoint:
-        yield endpoint
 
 
 class TestRedis(StoreContract):

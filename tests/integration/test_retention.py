@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,6 @@ import msgspec
 import pytest
 from tests.support.artifacts import FLEET, KIND, STRANGER, SeedNode
 from tests.support.fleet import Node
-from tests.support.services import redis_server, s3_server
 from tests.support.sites import ENVIRONMENT, fill, make_site, tree
 from tests.support.tables import put_local, table_site, table_text
 from typer.testing import CliRunner
@@ -79,18 +78,6 @@ def store(tmp_path: Path) -> FolderStore:
     folder = tmp_path / "shared"
     folder.mkdir()
     return FolderStore(folder)
-
-
-@pytest.fixture(scope="module")
-def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as port:
-        yield port
-
-
-@pytest.fixture(scope="module")
-def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as endpoint:
-        yield endpoint
 
 
 @pytest.fixture(params=["file", "redis", "s3"])

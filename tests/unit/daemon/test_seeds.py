@@ -26,6 +26,7 @@ from warmseed.seeding.adoption import Adoption
 from warmseed.seeding.channel.messages import DescribeRequest
 from warmseed.seeding.channel.source import Described, Miss, Warming
 from warmseed.seeding.environment import Environment
+from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.kinds.base import Capture, Installation, Site
 from warmseed.seeding.trust.keys import PublisherKey
 from warmseed.seeding.trust.token import new_token, write_token
@@ -35,9 +36,10 @@ def _nobody(*, store: str, operation: str, outcome: str, size: int, seconds: flo
 
 
 @asynccontextmanager
-async def opened(base: Path, **settings: Any) -> AsyncIterator[Seeds]:
+async def opened(base: Path, *, counted: list[str] | None = None, **settings: Any) -> AsyncIterator[Seeds]:
     (base / "warmseed").mkdir(exist_ok=True)
-    async with Seeds.opened(spec(**settings), base, observer=_nobody) as seeds:
+    reasons = [] if counted is None else counted
+    async with Seeds.opened(spec(**settings), base, observer=_nobody, count=reasons.extend) as seeds:
         yield seeds
 
 
@@ -154,14 +156,29 @@ def test_what_one_node_publishes_the_next_adopts_and_both_hand_on(tmp_path: Path
 
 def test_a_publication_that_fails_leaves_no_file_and_nobody_waiting(tmp_path: Path) -> None:
     async def main() -> None:
-        who = node(tmp_path)
-        async with opened(tmp_path, **fleet(tmp_path)) as seeds:
+        who, counted = node(tmp_path), list[str]()
+        async with opened(tmp_path, counted=counted, **fleet(tmp_path)) as seeds:
             await seeds.adopt(who.kind, who.site)
             capture = who.capture(TABLE)
             object.__setattr__(capture, "provenance", {"note": "x" * (1 << 20)})  # no envelope can hold it
             await seeds.publish([(who.kind, capture)], {who.kind.name: who.site})
+            assert counted == ["not-published"]
             assert not capture.payload.exists()
             assert await seeds.shelf.describe(question(who)) == Miss()
+
+    run(main())
+
+
+def test_a_cache_that_can_not_be_read_is_not_published_and_counted(tmp_path: Path) -> None:
+    class Unreadable(PlainKind):
+        def capture(self, site: Site) -> Capture | None:
+            raise ArtifactRefused("busy", "it never came to rest")
+
+    async def main() -> None:
+        counted = list[str]()
+        async with opened(tmp_path, counted=counted, **fleet(tmp_path)) as seeds:
+            assert await seeds.capture(Unreadable(), make_site(tmp_path)) is None
+        assert counted == ["not-captured"]
 
     run(main())
 
