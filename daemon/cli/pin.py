@@ -1,4 +1,4 @@
-"""``warmseed pin``: make one generation the fleet's, go back, or forbid a payload."""
+"""``warmseed pin``: make one generation the fleet's, go back, forbid a payload, or allow it again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ from typing import Annotated
 
 import typer
 
+from warmseed.blocking import run_blocking
 from warmseed.daemon.cli.fleet import CacheRoot, Fleet, SigningKey, Stores, TokenFile, TrustedKeys, open_fleet
 from warmseed.errors import ConfigurationError, printable
 from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.errors import ArtifactRefused
-from warmseed.seeding.operator.golden import Listed, Pinned, deny, list_artifacts, pin_generation, pin_run, roll_back
+from warmseed.seeding.operator.golden import (
+    Listed,
+    Pinned,
+    allow,
+    deny,
+    list_artifacts,
+    pin_generation,
+    pin_run,
+    roll_back,
+)
+from warmseed.seeding.trust.probation import Probation
 
 __all__ = ["pin"]
 
@@ -31,6 +42,7 @@ class _Wish:
     generation: int
     rollback: bool
     deny: str
+    allow: str
     reason: str
 
 
@@ -42,6 +54,9 @@ def pin(
     generation: Annotated[int, typer.Option("--generation", min=0, help="Pin this generation.")] = 0,
     rollback: Annotated[bool, typer.Option("--rollback", help="Go back to what was pinned before.")] = False,
     deny: Annotated[str, typer.Option("--deny", help="Forbid the payload with this SHA-256.")] = "",
+    allow: Annotated[
+        str, typer.Option("--allow", help="Take back the denial of this SHA-256, and this node's quarantine of it.")
+    ] = "",
     reason: Annotated[str, typer.Option("--reason", help="Why it is forbidden, for people.")] = "",
     kind: Annotated[str, typer.Option("--kind", help="Kind of cache.")] = "flashinfer_autotune",
     cache_root: CacheRoot = None,
@@ -51,10 +66,10 @@ def pin(
     trusted_keys: TrustedKeys = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines for people.")] = False,
 ) -> None:
-    """Make one generation the fleet's at every node's next start, go back with --rollback, or --deny a payload."""
-    wish = _Wish(kind, run, config, rank, generation, rollback, deny, reason)
-    if sum((bool(run), bool(generation), rollback, bool(deny))) != 1:
-        raise ConfigurationError("say exactly one of --run, --generation, --rollback and --deny")
+    """Make one generation the fleet's from every node's next start on, go back, or --deny and --allow a payload."""
+    wish = _Wish(kind, run, config, rank, generation, rollback, deny, allow, reason)
+    if sum((bool(run), bool(generation), rollback, bool(deny), bool(allow))) != 1:
+        raise ConfigurationError("say exactly one of --run, --generation, --rollback, --deny and --allow")
     if (generation or rollback) and not config:
         raise ConfigurationError("--generation and --rollback need --config; `warmseed ls` shows the hashes")
 
@@ -71,19 +86,25 @@ def pin(
             | {"sha256": item.sha256, "before": item.before}
             for item in done
         ]
-        print(json.dumps({"pinned": ranks, "denied": deny}))
+        print(json.dumps({"pinned": ranks, "denied": deny, "allowed": allow}))
         return
     for item in done:
         what = f"generation {item.generation}" if item.generation else "the newest generation, nothing is pinned"
         print(f"{item.key.config_hash[:12]} {item.key.rank_label}: {what} (before: {item.before or 'the newest'})")
     if deny:
         print(f"denied {deny[:12]} at every node's next start")
+    if allow:
+        print(f"allowed {allow[:12]} again at every node's next start; quarantines of other nodes stay theirs to lift")
 
 
 async def _fulfil(wish: _Wish, fleet: Fleet, publisher: str, now: int) -> tuple[Pinned, ...]:
     keys = fleet.signing()
     if wish.deny:
         await _deny(wish, fleet, publisher, now)
+        return ()
+    if wish.allow:
+        await allow(fleet.chain, keys, kind=wish.kind, sha256=wish.allow, publisher=publisher, now=now)
+        await run_blocking(Probation(fleet.state).forgive, wish.allow)
         return ()
     if wish.run:
         return await pin_run(fleet.chain, keys, fleet.keyring, wish.run, kind=wish.kind, publisher=publisher, now=now)

@@ -24,7 +24,17 @@ from warmseed.stores.chain import Chain
 from warmseed.stores.errors import StoreError
 from warmseed.stores.wrappers.base import innermost
 
-__all__ = ["Listed", "Pinned", "deny", "keep_newest", "list_artifacts", "pin_generation", "pin_run", "roll_back"]
+__all__ = [
+    "Listed",
+    "Pinned",
+    "allow",
+    "deny",
+    "keep_newest",
+    "list_artifacts",
+    "pin_generation",
+    "pin_run",
+    "roll_back",
+]
 
 _log = logging.getLogger(__name__)
 _LIFE = 30 * DAY  # seconds a pin or a denial is believed, see `trust.Policy.longest_life`
@@ -191,13 +201,38 @@ async def deny(
         ArtifactRefused: ``malformed``: that is no digest.
         StoreError: when a store fails.
     """
+    return await _put_denial(chain, keys, kind, sha256, reason, publisher, now, now + _LIFE)
+
+
+async def allow(
+    chain: Chain, keys: Sequence[PublisherKey], *, kind: str, sha256: str, publisher: str, now: int
+) -> Denial:
+    """Take back the fleet's denial of the payload `sha256`, from the next start on: one that is over replaces it.
+
+    Raises:
+        ArtifactRefused: ``malformed``: that is no digest.
+        StoreError: when a store fails.
+    """
+    return await _put_denial(chain, keys, kind, sha256, "allowed again", publisher, now - 2 * PAST, now - PAST)
+
+
+async def _put_denial(
+    chain: Chain,
+    keys: Sequence[PublisherKey],
+    kind: str,
+    sha256: str,
+    reason: str,
+    publisher: str,
+    issued_at: int,
+    expires_at: int,
+) -> Denial:
     denial = Denial(
         schema=1,
         kind=kind,
         sha256=check_digest(sha256),
         reason=printable(reason, limit=500),
-        issued_at=now,
-        expires_at=now + _LIFE,
+        issued_at=issued_at,
+        expires_at=expires_at,
         publisher=publisher,
     )
     await _put(chain, denial_key(denial.sha256), sign_denial(denial, keys))

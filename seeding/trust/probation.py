@@ -81,7 +81,7 @@ class Probation:
                 raise ArtifactRefused(
                     "probation",
                     f"payload {sha256[:12]} is in quarantine on this node since {trial.since}: "
-                    f"{printable(trial.reason)}; `warmseed explain` says more",
+                    f"{printable(trial.reason)}; `warmseed pin --allow {sha256}` lifts it",
                 )
 
     def begin(self, kind: str, sha256: str, generation: int, rank: str) -> None:

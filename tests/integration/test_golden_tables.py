@@ -19,9 +19,10 @@ from warmseed.daemon.rank.fleet_keys import fleet_keys
 from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 from warmseed.seeding.kinds.autotune.local import examine_table, heal_table
-from warmseed.seeding.operator.golden import deny, list_artifacts, pin_generation, pin_run, roll_back
+from warmseed.seeding.operator.golden import allow, deny, list_artifacts, pin_generation, pin_run, roll_back
 from warmseed.seeding.rejected import list_rejected
 from warmseed.seeding.trust.keys import Keyring, PublisherKey
+from warmseed.seeding.trust.probation import Probation
 from warmseed.seeding.trust.token import new_token, read_tokens, write_token
 
 KIND = FlashInferAutotune()
@@ -144,6 +145,13 @@ def test_a_denied_table_is_set_aside_where_it_lies_and_installed_nowhere(tmp_pat
         assert await start(tmp_path / "n1", store) == ("installed", good)
         assert await start(tmp_path / "n2", store) == ("installed", good)
         assert await start(tmp_path / "b", store) == ("installed", good)  # also where it was tuned
+        async with Node.opened(tmp_path / "operator", f"file:{store}", key=KEY, trusted=KEY) as node:
+            stranger = PublisherKey.generate("stranger")
+            about = {"kind": KIND.name, "sha256": digest, "publisher": "op", "now": int(time.time())}
+            await allow(node.chain, [KEY], **about)
+            assert await start(tmp_path / "n3", store) == ("installed", bad)  # the newest is good enough again
+            await deny(node.chain, [stranger], **about, reason="sabotage")
+            assert await start(tmp_path / "n4", store) == ("installed", bad)
         return digest
 
     digest = asyncio.run(main())
@@ -232,9 +240,16 @@ def test_ls_pin_and_explain_work_on_what_a_node_published(tmp_path: Path, store:
     assert [(item["config_hash"][0], item["generation"], item["before"]) for item in back] == [("a", 0, 1)]
     assert "denied" in invoke("pin", "--deny", "0" * 64, *options)
 
+    trials = Probation(root / "warmseed")
+    trials.begin(KIND.name, "0" * 64, 1, "dp0_rank0")
+    trials.fail("0" * 64, "dp0_rank0", "an engine died on it")
+    assert "allowed" in invoke("pin", "--allow", "0" * 64, *options)
+    assert trials.standing("0" * 64) == "unknown"
+    invoke("pin", "--allow", "zero", *options, code=1)
+
 
 def test_contradictory_requests_are_refused_before_anything_is_opened() -> None:
-    for arguments in (["pin"], ["pin", "--rollback"], ["pin", "--run", "x", "--deny", "0" * 64]):
+    for arguments in (["pin"], ["pin", "--rollback"], ["pin", "--allow", "x", "--deny", "0" * 64]):
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code != 0
         assert "say exactly one" in str(result.exception) or "need --config" in str(result.exception)
