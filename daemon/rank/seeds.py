@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -27,6 +28,7 @@ from warmseed.seeding.errors import ArtifactRefused
 from warmseed.seeding.gang.rendezvous import Rendezvous
 from warmseed.seeding.kinds.autotune.group import adopt_in_group, note_published
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
+from warmseed.seeding.kinds.autotune.unsigned import adopt_unsigned
 from warmseed.seeding.kinds.base import Capture, Kind, Site, Verdict
 from warmseed.seeding.ledger import Entry, Ledger
 from warmseed.seeding.origins.origins import Origin, PeerOrigin, StoreOrigin
@@ -131,13 +133,32 @@ class Seeds:
         self.shelf.warming(_key(kind.name, site, environment), environment)
         await self._reconcile(kind, site)
         adoption = await self._adopter(environment).adopt(kind, site)
+        if adoption.outcome == "none":
+            adoption = await self._unsigned(kind, site, adoption)
         if adoption.manifest is not None:
-            self.shelf.put(_key(kind.name, site, environment), adoption.envelope, adoption.manifest)
-            await self._record(adoption, site, "adopted", "")
+            if adoption.envelope:
+                self.shelf.put(_key(kind.name, site, environment), adoption.envelope, adoption.manifest)
+            await self._record(adoption, site, "adopted", "" if adoption.envelope else "unsigned")
         elif adoption.outcome == "none":
             reasons = "; ".join(f"{refusal.origin}: {refusal.reason}" for refusal in adoption.refusals)
             await self._record(adoption, site, "local", reasons)
         return adoption
+
+    async def _unsigned(self, kind: Kind, site: Site, searched: Adoption) -> Adoption:
+        """`searched`, or what a table without a signature makes of it, where those will do."""
+        config = self._spec.config
+        if not config.allow_unsigned or not isinstance(kind, FlashInferAutotune):
+            return searched
+        now = int(time.time())
+        try:
+            async with asyncio.timeout(config.seed_budget):
+                found = await adopt_unsigned(
+                    self.chain, kind, site, trust=self._trust, probation=self._probation, now=now
+                )
+        except TimeoutError:
+            _log.warning("kind=%s no unsigned table within %g s", kind.name, config.seed_budget)
+            return searched
+        return dataclasses.replace(found, refusals=(*searched.refusals, *found.refusals))
 
     async def adopt_together(self, kind: FlashInferAutotune, site: Site, group: Rendezvous) -> Adoption:
         """The same for tables that several ranks tune together: all of them adopt one run, or none does.

@@ -85,6 +85,12 @@ def _check_trust(config: PreloadConfig) -> None:
             "verified, and nothing can be signed for them",
             ",".join(printable(store) for store in config.warmup_cache_stores),
         )
+    if config.allow_unsigned:
+        _log.warning(
+            "--allow-unsigned: where no signed table is found, one without a signature is taken from %s; whoever can "
+            "write there can choose which of FlashInfer's kernels run here",
+            ",".join(printable(store) for store in config.warmup_cache_stores) or "a store (none is named)",
+        )
 
 
 def check_secret_file(path: Path, flag: str) -> None:

@@ -203,6 +203,7 @@ def test_stores_without_trust_are_warned_about(caplog: pytest.LogCaptureFixture)
     caplog.clear()
     merged({"warmup_cache_stores": ["mooncake"], "allow_unsigned": True})
     assert "will not be used" not in caplog.text
+    assert "whoever can write there" in caplog.text
 
 
 def test_toml_table_may_hold_speculative_settings(tmp_path: Path) -> None:
