@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from warmseed.daemon.engines.registry import cache_layout
 from warmseed.daemon.settings.config import ENV_PREFIX
 from warmseed.daemon.settings.merge import read_file
 from warmseed.daemon.settings.paths import default_cache_root, state_folder
@@ -91,6 +92,7 @@ def _facts(root: Path) -> dict[str, object]:
         "python": platform.python_version(),
         "cache_root": str(root),
         "disk_free_bytes": usage.free,
+        "bytecode": cache_layout("vllm", root.absolute()).variables.get("PYTHONPYCACHEPREFIX", ""),
         "known_stores": list(known_backends()),
         "packages": {name: version for name in (*_PACKAGES, *_MOONCAKE) if (version := _version(name))},
     }
@@ -115,6 +117,10 @@ def _show(facts: dict[str, object], checkups: list[Checkup]) -> None:
             *(_number(value, "MB/s") for value in (c.put_mb_s, c.get_mb_s)),
         )
     console.print(f"cache root {facts['cache_root']}, {_gib(facts['disk_free_bytes'])} free", highlight=False)
+    if facts["bytecode"]:
+        console.print(
+            f"the engine's packages came without Python's bytecode; it is kept in {facts['bytecode']}", highlight=False
+        )
     console.print("chain: " + " -> ".join(c.store for c in checkups), highlight=False, markup=False)
     console.print(table)
     for c in checkups:

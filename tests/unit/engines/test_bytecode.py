@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import json
 import os
 import py_compile
 import subprocess
@@ -15,7 +16,9 @@ import pytest
 from tests.support.artifacts import run
 from tests.support.fake_checkpoint import fake_checkpoint
 from tests.support.specs import spec
+from typer.testing import CliRunner
 
+from warmseed.daemon.cli.main import app
 from warmseed.daemon.engines.bytecode import bytecode_variables, keep_bytecode
 from warmseed.daemon.engines.registry import cache_layout
 from warmseed.daemon.engines.vllm import layout
@@ -159,8 +162,16 @@ def test_an_engine_gets_the_folder_with_the_variables_of_its_caches(
     monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
     variables = cache_layout("vllm", tmp_path).variables
     assert Path(variables["PYTHONPYCACHEPREFIX"]).parent == tmp_path / "bytecode"
+    assert said_by_doctor(tmp_path) == variables["PYTHONPYCACHEPREFIX"]
     compileall.compile_dir(site, quiet=1)
     assert "PYTHONPYCACHEPREFIX" not in cache_layout("vllm", tmp_path).variables
+    assert not said_by_doctor(tmp_path)
+
+
+def said_by_doctor(root: Path) -> str:
+    result = CliRunner().invoke(app, ["doctor", "--cache-root", str(root), "--json"])
+    assert result.exit_code == 0, result.output
+    return str(json.loads(result.output)["bytecode"])
 
 
 @pytest.mark.usefixtures("interpreter")
