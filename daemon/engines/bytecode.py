@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 __all__ = ["bytecode_variables", "keep_bytecode"]
@@ -66,7 +66,9 @@ def keep_bytecode(cache_root: Path, modules: Sequence[str]) -> None:
 def _compiled(module: str) -> bool:
     """Whether Python would find bytecode of `module` beside its source; also for a module that is not installed."""
     package, *rest = module.split(".")
-    spec = importlib.util.find_spec(package)  # of the package alone: it imports what is above a module
+    spec = None
+    with contextlib.suppress(ImportError, ValueError):  # of the package alone: it imports what is above a module
+        spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return True
     source = Path(spec.origin)
@@ -90,6 +92,13 @@ def _compiled(module: str) -> bool:
 def _installation() -> str:
     """A name for the interpreter and all packages that it can import, by the installers' own lists of files."""
     digest = hashlib.sha256()
-    for record in sorted({dist.read_text("RECORD") or "" for dist in importlib.metadata.distributions()} - {""}):
+    for record in sorted(set(_records())):
         digest.update(hashlib.sha256(record.encode()).digest())
     return f"{sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
+
+
+def _records() -> Iterator[str]:
+    for distribution in importlib.metadata.distributions():
+        with contextlib.suppress(OSError, ValueError):  # one that can't be read tells nothing apart
+            if record := distribution.read_text("RECORD"):
+                yield record

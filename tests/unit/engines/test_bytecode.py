@@ -109,6 +109,15 @@ def test_other_packages_have_another_folder_however_old_their_files_look(site: P
     assert bytecode_variables(tmp_path, (MODULE,), {})["PYTHONPYCACHEPREFIX"] != before["PYTHONPYCACHEPREFIX"]
 
 
+def test_packages_that_can_not_be_looked_at_cost_nothing(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "blocked", None)
+    (site / "odd-1.dist-info").mkdir()
+    (site / "odd-1.dist-info" / "RECORD").write_bytes(b"\xff\xfe")
+    assert bytecode_variables(tmp_path, ("blocked.part", MODULE), {})
+
+
 def test_an_operators_own_folder_stands_and_ours_is_found_again(site: Path, tmp_path: Path) -> None:
     assert bytecode_variables(tmp_path, (MODULE,), {"PYTHONPYCACHEPREFIX": "/elsewhere"}) == {}
     ours = bytecode_variables(tmp_path, (MODULE,), {})
