@@ -21,7 +21,7 @@ from warmseed.seeding.adoption import Adoption, Candidate, Refusal
 from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.channel.errors import ChannelError
 from warmseed.seeding.errors import ArtifactRefused, CannotJudge
-from warmseed.seeding.kinds.base import HealsDisk, Installation, Kind, Overrulable, Site
+from warmseed.seeding.kinds.base import HealsDisk, Installation, Kind, Overrulable, Selective, Site
 from warmseed.seeding.origins.fetcher import Fetcher
 from warmseed.seeding.origins.origins import Origin, StoreOrigin
 from warmseed.seeding.trust.judge import Expected, Trust
@@ -263,12 +263,17 @@ class Adopter:
     async def _search(self, search: _Search) -> tuple[str, Manifest, bytes, Installation] | None:
         await self._give_up_bad_mark(search.expected.key)
         for origin in self._origins:
+            partial: list[bytes] = []  # what would work here only in part: if nothing works whole, the newest of them
             try:
                 async with aclosing(self._candidates(origin, search.expected.key)) as envelopes:
                     async for envelope in envelopes:
-                        found = await self._try(search, origin, envelope)
+                        found = await self._try(search, origin, envelope, partial)
                         if found is not None:
                             return origin.name, found[0], envelope, found[1]
+                for envelope in partial:
+                    found = await self._try(search, origin, envelope)
+                    if found is not None:
+                        return origin.name, found[0], envelope, found[1]
             except (StoreError, ChannelError) as error:
                 search.refuse(origin.name, "unavailable", str(error))
         return None
@@ -297,9 +302,15 @@ class Adopter:
         async for envelope in origin.envelopes(key, known=known.generation if known else 0):
             yield envelope
 
-    async def _try(self, search: _Search, origin: Origin, envelope: bytes) -> tuple[Manifest, Installation] | None:
+    async def _try(
+        self, search: _Search, origin: Origin, envelope: bytes, partial: list[bytes] | None = None
+    ) -> tuple[Manifest, Installation] | None:
+        """What `envelope` describes, installed; one that would work here only in part goes to `partial` instead."""
         try:
             manifest = await self._believe(envelope, search.expected)
+            if partial is not None and not await self._suits(search, origin, manifest):
+                partial.append(envelope)
+                return None
             async with self._fetcher.fetched(manifest, origin) as (payload, index):
                 candidate = Candidate(origin.name, manifest, envelope, payload, index)
                 async with search.unhurried():
@@ -317,6 +328,26 @@ class Adopter:
         else:
             return manifest, installation
         return None
+
+    async def _suits(self, search: _Search, origin: Origin, manifest: Manifest) -> bool:
+        """Whether all of an artifact would work here; a peer has one, so what it offers is taken as it is.
+
+        Raises:
+            ArtifactRefused: its index is not to be had, or no index of it.
+            StoreError: when the store fails.
+            OSError: when the disk fails.
+        """
+        kind = search.kind
+        if not isinstance(kind, Selective) or not isinstance(origin, StoreOrigin):
+            return True
+        index = await self._fetcher.index(manifest, origin)
+        if index is None or await run_blocking(kind.suits, manifest, index, search.site):
+            return True
+        _log.info(
+            "kind=%s origin=%s generation=%d works here only in part; looking for an earlier one that works whole",
+            *(kind.name, origin.name, manifest.generation),
+        )
+        return False
 
     async def _believe(self, envelope: bytes, expected: Expected) -> Manifest:
         now = int(self._clock())

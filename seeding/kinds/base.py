@@ -123,6 +123,19 @@ class Kind(Protocol):
 
 
 @runtime_checkable
+class Selective(Protocol):
+    """A kind whose artifacts may work here only in part, which can be told before one is fetched."""
+
+    def suits(self, manifest: Manifest, index: bytes, site: Site) -> bool:
+        """Whether nothing that an engine here wants would be left out, as far as the file index tells.
+
+        Raises:
+            ArtifactRefused: as `install`, for an index that does not fit.
+        """
+        ...
+
+
+@runtime_checkable
 class HealsDisk(Protocol):
     """A kind whose local files can poison every start; called once before anything is adopted or warmed up."""
 

@@ -32,6 +32,21 @@ class Fetcher:
         self._state = state
         self._staging = state / "staging"
 
+    async def index(self, manifest: Manifest, origin: Origin) -> bytes | None:
+        """The file index of an artifact that has one.
+
+        Raises:
+            ArtifactRefused: when it is not to be had, or is not the promised one.
+            ChannelError: when the peers that are asked last fail.
+            OSError: when the disk fails.
+        """
+        await run_blocking(prepare_staging, self._staging)
+        files: list[Path] = []
+        try:
+            return await self._index(origin, manifest, files)
+        finally:
+            await run_blocking(remove_staged, files)
+
     @asynccontextmanager
     async def fetched(self, manifest: Manifest, origin: Origin) -> AsyncIterator[tuple[Path, bytes | None]]:
         """The payload as it lies in stores, and its index; the files are gone again afterwards.
@@ -44,18 +59,20 @@ class Fetcher:
         await run_blocking(prepare_staging, self._staging)
         files: list[Path] = []
         try:
-            index = None
-            if (stated := manifest.index) is not None:
-                if stated.length > INDEX_BYTES:
-                    raise ArtifactRefused(
-                        "length", f"an index of {stated.length} bytes; {INDEX_BYTES} are read at most"
-                    )
-                path = await self._object(origin, object_key(stated.sha256), stated.sha256, stated.length, files)
-                index = await run_blocking(path.read_bytes)
+            index = await self._index(origin, manifest, files)
             payload = await self._payload(origin, manifest, index, files)
             yield payload, index
         finally:
             await run_blocking(remove_staged, files)
+
+    async def _index(self, origin: Origin, manifest: Manifest, files: list[Path]) -> bytes | None:
+        stated = manifest.index
+        if stated is None:
+            return None
+        if stated.length > INDEX_BYTES:
+            raise ArtifactRefused("length", f"an index of {stated.length} bytes; {INDEX_BYTES} are read at most")
+        path = await self._object(origin, object_key(stated.sha256), stated.sha256, stated.length, files)
+        return await run_blocking(path.read_bytes)
 
     async def _payload(self, origin: Origin, manifest: Manifest, index: bytes | None, files: list[Path]) -> Path:
         """The stored object: put together from what this node has of earlier bundles, or fetched whole."""

@@ -63,6 +63,15 @@ class CompileCacheKind:
         """
         return capture_bundle(list(self.caches.values()), site, self.environment(site), self._quiet)
 
+    def suits(self, manifest: Manifest, index: bytes, site: Site) -> bool:
+        """Whether every cache that engines here have, and the bundle holds, can work at its place, before any proof.
+
+        Raises:
+            ArtifactRefused: the index is malformed, or of another bundle.
+        """
+        _, left_out = self._placements(self._checked_index(manifest, index, site), site, {})
+        return self._complete(left_out, site)
+
     def install(self, manifest: Manifest, payload: Path, index: bytes | None, site: Site) -> Installation:
         """Put the bundle's files where the engine's roots are, those caches that can work here.
 
@@ -215,6 +224,9 @@ class CompileCacheKind:
                 placements[name] = placed
         return placements, left_out
 
+    def _complete(self, left_out: Mapping[str, str], site: Site) -> bool:
+        return not any(self._has(name.partition("/")[0], site) for name in left_out)
+
     def _has(self, name: str, site: Site) -> bool:
         return name in self.caches and name in site.roots
 
@@ -237,7 +249,7 @@ class CompileCacheKind:
             device_index=work.manifest.device_index,
             files=files,
             left_out=dict(work.left_out),
-            complete=not any(self._has(name.partition("/")[0], site) for name in work.left_out),
+            complete=self._complete(work.left_out, site),
         )
         return TreeRecord(
             moved=tuple(folder for placement in placed if placement.real for folder in placement.roots),
