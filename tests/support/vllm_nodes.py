@@ -27,7 +27,8 @@ from warmseed.daemon.engines.vllm.layout import MODULES, layout_below
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("vllm_child.py")
 WARMSEED = (sys.executable, "-P", "-m", "warmseed.daemon.cli.main")
-PROMPTS = ("What is the capital of France?", "Write one sentence about the sea.")
+# The first one's answer is the same on every processor: each word leads by more than bf16 rounds away.
+PROMPTS = ("Please tell me the capital of France.", "Write one sentence about the sea.")
 # Given explicitly, `LLM` and `vllm serve` have one configuration and with it one set of caches.
 SHAPE = {"dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 2048}
 PATIENCE = 600.0  # seconds for any one step; a cold start on a busy two-core machine takes three minutes

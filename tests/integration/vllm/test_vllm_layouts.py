@@ -106,7 +106,7 @@ def test_copies_of_a_dense_model_map_the_weights_of_their_own_daemon(tmp_path: P
         running(tmp_path / "d", smollm2(), ("--no-rehearsal",), cores={}, **shape) as node,
         node.serving(**node.loader(fallback=False)) as server,
     ):
-        assert "Paris" in server.ask("What is the capital of France?")
+        assert "Paris" in server.ask("Please tell me the capital of France.")
         pids = {rank["pid"] for rank in node.status()["ranks"]}
         assert all(f"weight cache daemon, pid {pid} " in server.log for pid in pids)
 
@@ -125,7 +125,7 @@ def test_a_draft_has_a_daemon_of_its_own_and_the_target_keeps_the_engines_caches
     draft = eagle_draft(tmp_path / "draft")
     speculation = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}
     shape = {"speculative_config": speculation, "attention_backend": "CPU_ATTN", "enforce_eager": True}
-    prompts = ("What is the capital of France?", "Repeat exactly: no no no no no no no no no no no no")
+    prompts = ("Please tell me the capital of France.", "Repeat exactly: no no no no no no no no no no no no")
     with running(tmp_path / "s", smollm2(), HELD, cores={}, **shape) as node:
         assert {rank["name"] for rank in node.status()["ranks"]} == {"target-0", "draft-0"}
         assert phases(node, "adopt-compile_cache") == {"target-0": "miss"}

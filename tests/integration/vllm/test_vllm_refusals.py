@@ -12,7 +12,7 @@ from tests.support.vllm_nodes import SHAPE, Node, NodeFailed, smollm2
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 EAGER = {**SHAPE, "enforce_eager": True}
-ONE = ("What is the capital of France?",)
+ONE = ("Please tell me the capital of France.",)
 
 
 @pytest.fixture(scope="module")
