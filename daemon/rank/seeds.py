@@ -151,9 +151,9 @@ class Seeds:
             return searched
         now = int(time.time())
         try:
-            async with asyncio.timeout(config.seed_budget):
+            async with asyncio.timeout(config.seed_budget) as limit:
                 found = await adopt_unsigned(
-                    self.chain, kind, site, trust=self._trust, probation=self._probation, now=now
+                    self.chain, kind, site, trust=self._trust, probation=self._probation, limit=limit, now=now
                 )
         except TimeoutError:
             _log.warning("kind=%s no unsigned table within %g s", kind.name, config.seed_budget)

@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 import hashlib
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.artifacts import PlainKind, run
@@ -25,9 +27,10 @@ from warmseed.seeding.artifact import NAMESPACE
 from warmseed.seeding.channel.messages import DescribeRequest
 from warmseed.seeding.channel.source import Described
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
-from warmseed.seeding.kinds.base import Evidence, Site
+from warmseed.seeding.kinds.base import Evidence, Installation, Site
 from warmseed.seeding.operator.golden import deny, list_artifacts, pin_generation
 from warmseed.seeding.trust.keys import Keyring, PublisherKey
+from warmseed.seeding.trust.manifest import Manifest
 from warmseed.seeding.trust.token import new_token, read_tokens, write_token
 
 KIND = FlashInferAutotune()
@@ -56,8 +59,8 @@ class Fleet:
         return dataclasses.replace(site, state=self.base / name / "warmseed")
 
     @asynccontextmanager
-    async def node(self, name: str, *, allow_unsigned: bool = True) -> AsyncIterator[Seeds]:
-        settings = {"warmup_cache_stores": [f"file:{self.store}"], "seed_token_file": str(self.token)}
+    async def node(self, name: str, *, allow_unsigned: bool = True, **more: Any) -> AsyncIterator[Seeds]:
+        settings = {"warmup_cache_stores": [f"file:{self.store}"], "seed_token_file": str(self.token), **more}
         base = self.site(name).state.parent
         what = spec(allow_unsigned=allow_unsigned, **settings)
         async with Seeds.opened(what, base, observer=_nobody, count=lambda _: None) as seeds:
@@ -111,6 +114,27 @@ def test_a_table_of_stock_vllm_is_taken_said_loudly_and_not_handed_on(
     assert "WITHOUT A SIGNATURE" in caplog.text
     assert not list((fleet.site("n").state / "store").rglob("*.json"))  # nor kept for the next start
     assert not list(fleet.site("n").state.glob("staging/*"))
+
+
+def test_an_installation_that_outlasts_the_budget_is_waited_for_and_known(fleet: Fleet) -> None:
+    """Given up half way, it would go on while the daemon rehearses as if there were no table."""
+    fleet.leave(H200_V1)
+    over = threading.Event()
+
+    class Slow(FlashInferAutotune):
+        def install(self, manifest: Manifest, payload: Path, index: bytes | None, site: Site) -> Installation:
+            assert over.wait(60)
+            return super().install(manifest, payload, index, site)
+
+    async def main() -> None:
+        site = fleet.site("n")
+        async with fleet.node("n", seed_budget=2.0) as seeds:
+            asyncio.get_running_loop().call_later(6.0, over.set)  # both budgets, the signed search's too, are over
+            adoption = await seeds.adopt(Slow(), site)
+        assert adoption.outcome == "installed", adoption.refusals
+        assert local_path(site).read_bytes() == H200_V1
+
+    run(main())
 
 
 def test_nothing_unsigned_is_taken_unless_the_operator_said_so(fleet: Fleet) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -30,12 +31,20 @@ _log = logging.getLogger(__name__)
 
 
 async def adopt_unsigned(
-    chain: Chain, kind: FlashInferAutotune, site: Site, *, trust: Trust, probation: Probation, now: int
+    chain: Chain,
+    kind: FlashInferAutotune,
+    site: Site,
+    *,
+    trust: Trust,
+    probation: Probation,
+    limit: asyncio.Timeout,
+    now: int,
 ) -> Adoption:
     """Install the first table that a store has under stock vLLM's name for it and that passes every other rule.
 
     The fleet's pins and denials stand, the table goes on trial like a signed one, and nothing is kept or handed on.
-    `now` is in unix seconds. Never raises for what it finds.
+    `limit`, which the caller has entered, is for fetching: it is lifted before an installation, since one that is given
+    up half way would go on behind our back. `now` is in unix seconds. Never raises for what it finds.
     """
     start, refusals = time.monotonic(), list[Refusal]()
     key = ArtifactKey(
@@ -59,7 +68,13 @@ async def adopt_unsigned(
                     kind.reference_manifest, staged, site, issued_at=now, publisher=f"unsigned, {answer.tier}"
                 )
                 await _check(chain, manifest, trust, probation, now)
-                installation = await _install(kind, manifest, staged, site, probation, key.rank_label)
+                until = limit.when()
+                limit.reschedule(None)
+                try:
+                    installation = await _install(kind, manifest, staged, site, probation, key.rank_label)
+                except (WarmseedError, OSError):
+                    limit.reschedule(until)
+                    raise
             except (WarmseedError, OSError) as error:
                 reason = error.reason if isinstance(error, ArtifactRefused) else "failed"
                 refusals.append(Refusal(answer.tier, reason, printable(error, limit=500)))
