@@ -98,7 +98,17 @@ def _installation() -> str:
 
 
 def _records() -> Iterator[str]:
-    for distribution in importlib.metadata.distributions():
+    for distribution in importlib.metadata.distributions(path=_outermost(sys.path)):
         with contextlib.suppress(OSError, ValueError):  # one that can't be read tells nothing apart
             if record := distribution.read_text("RECORD"):
                 yield record
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    """Those of `paths` that have distributions, without any that lies inside another one.
+
+    Importing a package can add some of its own folders (setuptools does, for what it vendors): the name must be the
+    same before and after, and the package's list of files names what is in there.
+    """
+    stocked = {Path(path) for path in paths if next(iter(importlib.metadata.distributions(path=[path])), None)}
+    return [str(path) for path in stocked if stocked.isdisjoint(path.parents)]

@@ -109,6 +109,18 @@ def test_other_packages_have_another_folder_however_old_their_files_look(site: P
     assert bytecode_variables(tmp_path, (MODULE,), {})["PYTHONPYCACHEPREFIX"] != before["PYTHONPYCACHEPREFIX"]
 
 
+def test_the_folder_stays_when_an_import_puts_a_packages_own_parts_on_the_path(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """setuptools does that, and vLLM imports it: its next process would compile everything again."""
+    before = bytecode_variables(tmp_path, (MODULE,), {})
+    vendored = site / "some_engine" / "_vendor" / "part-1.dist-info"
+    vendored.mkdir(parents=True)
+    (vendored / "RECORD").write_text("part.py,sha256=one,1\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(vendored.parent)])
+    assert bytecode_variables(tmp_path, (MODULE,), {}) == before
+
+
 def test_packages_that_can_not_be_looked_at_cost_nothing(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
