@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from warmseed.blocking import run_blocking
 from warmseed.daemon.protocol.status import StatusWriter, Used
-from warmseed.daemon.rank.seeds import Seeds
+from warmseed.daemon.rank.trials import Trials
 from warmseed.daemon.weights.messages import Report
 from warmseed.daemon.weights.server import Lease
 from warmseed.errors import printable
@@ -39,13 +39,13 @@ class Judge:
 
     def __init__(
         self,
-        seeds: Seeds,
+        trials: Trials,
         sites: Mapping[str, Site],
         kinds: Sequence[Kind],
         adoptions: Mapping[str, Adoption],
         status: StatusWriter,
     ) -> None:
-        self._seeds, self._sites, self._kinds = seeds, sites, kinds
+        self._trials, self._sites, self._kinds = trials, sites, kinds
         self._adoptions = adoptions
         self._status = status
         self._judged: set[str] = set()
@@ -69,7 +69,7 @@ class Judge:
         self._deaths = 0
         while self._suspects:
             suspect, adopted, reason = self._suspects.pop()
-            await self._seeds.denounce(adopted, self._sites[suspect.name], reason)
+            await self._trials.denounce(adopted, self._sites[suspect.name], reason)
         for kind, adoption in self._in_use():
             self._judged.add(kind.name)
             await self._judge(kind, adoption, evidence)
@@ -77,7 +77,7 @@ class Judge:
     async def on_attached(self) -> None:
         """An engine has mapped the weights: it is about to load whatever is on trial."""
         for kind, adoption in self._in_use():
-            await self._seeds.met(adoption, self._sites[kind.name])
+            await self._trials.met(adoption, self._sites[kind.name])
 
     async def on_detached(self, lease: Lease) -> None:
         """Suspect what an engine was warming up on, if it died before it could report."""
@@ -89,25 +89,25 @@ class Judge:
         if self._suspects:  # this engine had none of it, and died too
             if not ending.outside:
                 for _, suspect, _ in self._suspects:
-                    await self._seeds.forgive(suspect)
+                    await self._trials.forgive(suspect)
                 self._suspects.clear()
             return
         self._deaths += 1
         reason = f"engine pid {lease.pid} {ending} {time.monotonic() - lease.since:.0f} s after it attached, unwarmed"
         for kind, adoption in self._in_use():
             site = self._sites[kind.name]
-            if self._deaths <= PARDONED and (ending.outside or await self._seeds.proven(adoption, site)):
-                await self._seeds.pardon(adoption, site, reason)
+            if self._deaths <= PARDONED and (ending.outside or await self._trials.proven(adoption, site)):
+                await self._trials.pardon(adoption, site, reason)
                 continue
             self._taken_back.add(kind.name)
             self._status.refused(("quarantined",))
-            await self._seeds.quarantine(kind, adoption, site, reason)
+            await self._trials.quarantine(kind, adoption, site, reason)
             self._suspects.append((kind, adoption, reason))
 
     async def on_stop(self) -> None:
         """The daemon goes on purpose: what engines that still warm up would have shown is no evidence."""
         for kind, adoption in self._in_use():
-            await self._seeds.part(adoption, self._sites[kind.name])
+            await self._trials.part(adoption, self._sites[kind.name])
 
     def _in_use(self) -> list[tuple[Kind, Adoption]]:
         """What engines load that was not made here and that no engine of this daemon has warmed up on."""
@@ -126,7 +126,7 @@ class Judge:
             saved = max(0.0, _seconds(cold) - evidence.seconds)
         _log.info("kind=%s used=%s saved=%.1f s %s", kind.name, verdict.used, saved, printable(verdict.reason))
         self._status.send(Used(kind.name, verdict.used, saved, printable(verdict.reason)))
-        await self._seeds.judged(adoption, site, verdict, saved)
+        await self._trials.judged(adoption, site, verdict, saved)
 
     def annotated(self, capture: Capture) -> Capture:
         """`capture` with what its warmup cost here, so that those who adopt it know what they saved."""

@@ -130,7 +130,7 @@ class Rank:
             for kind in (k for k in kinds if k.name not in BEFORE_LOAD):
                 await self._adopt(seeds, kind, tables, group)
             sites = {kind.name: site if kind.name in BEFORE_LOAD else tables for kind in kinds}
-            judge = Judge(seeds, sites, kinds, self._adoptions, self.status)
+            judge = Judge(seeds.trials, sites, kinds, self._adoptions, self.status)
             stack.push_async_callback(judge.on_stop)
             server = WeightServer(
                 exported, fingerprint, lock.address, on_report=judge.on_report, on_detached=judge.on_detached

@@ -11,15 +11,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeVar
 
 from warmseed.blocking import run_blocking
 from warmseed.daemon.protocol.spec import RankSpec
 from warmseed.daemon.rank.fleet_keys import fleet_keys
+from warmseed.daemon.rank.trials import Trials, quietly
 from warmseed.daemon.settings.paths import state_folder
 from warmseed.errors import ConfigurationError, WarmseedError, printable
 from warmseed.seeding.adopt import Adopter, Adoption
-from warmseed.seeding.artifact import ArtifactKey, denial_key
+from warmseed.seeding.artifact import ArtifactKey
 from warmseed.seeding.channel.client import SeedClient, new_instance
 from warmseed.seeding.channel.server import SeedServer
 from warmseed.seeding.channel.sources import Patience
@@ -29,21 +29,17 @@ from warmseed.seeding.gang.rendezvous import Rendezvous
 from warmseed.seeding.kinds.autotune.group import adopt_in_group, note_published
 from warmseed.seeding.kinds.autotune.kind import FlashInferAutotune
 from warmseed.seeding.kinds.autotune.unsigned import adopt_unsigned
-from warmseed.seeding.kinds.base import Capture, Kind, Site, Verdict
-from warmseed.seeding.ledger import Entry, Ledger
+from warmseed.seeding.kinds.base import Capture, Kind, Site
 from warmseed.seeding.origins.origins import Origin, PeerOrigin, StoreOrigin
 from warmseed.seeding.origins.shelf import Shelf
 from warmseed.seeding.publish import Publisher
 from warmseed.seeding.trust.judge import Marks, Trust
 from warmseed.seeding.trust.keys import PublisherKey
 from warmseed.seeding.trust.marks import load_marks
-from warmseed.seeding.trust.probation import Probation
 from warmseed.seeding.trust.reconcile import Restorable, reconcile
-from warmseed.seeding.trust.statements import sign_denial
 from warmseed.seeding.trust.token import Token, read_tokens
 from warmseed.stores.base import Observer
 from warmseed.stores.chain import Chain
-from warmseed.stores.errors import StoreError
 from warmseed.stores.registry import open_stores
 
 __all__ = ["Seeds"]
@@ -52,9 +48,6 @@ _log = logging.getLogger(__name__)
 # For all ranks of a group to come to a round of their decision: they load their weights first, at unlike speed.
 GROUP_SECONDS = 600.0
 WRITE_SECONDS = 3600.0  # for the shared stores to take what this node made; nobody waits for it
-P = ParamSpec("P")
-T = TypeVar("T")
-Event = Literal["adopted", "used", "unused", "refused", "published", "pardoned", "quarantined", "local"]
 
 
 class Seeds:
@@ -77,8 +70,7 @@ class Seeds:
         self.tokens = tuple(tokens)
         self._trust, self._keys, self._client = trust, keys, client
         self._spec, self._state, self._count = spec, state, count
-        self._probation = Probation(state)
-        self._ledger = Ledger(state / "ledger.jsonl")
+        self.trials = Trials(state, chain=chain, shelf=self.shelf, keys=keys)
 
     @classmethod
     @asynccontextmanager
@@ -138,10 +130,10 @@ class Seeds:
         if adoption.manifest is not None:
             if adoption.envelope:
                 self.shelf.put(_key(kind.name, site, environment), adoption.envelope, adoption.manifest)
-            await self._record(adoption, site, "adopted", "" if adoption.envelope else "unsigned")
+            await self.trials.record(adoption, site, "adopted", "" if adoption.envelope else "unsigned")
         elif adoption.outcome == "none":
             reasons = "; ".join(f"{refusal.origin}: {refusal.reason}" for refusal in adoption.refusals)
-            await self._record(adoption, site, "local", reasons)
+            await self.trials.record(adoption, site, "local", reasons)
         return adoption
 
     async def _unsigned(self, kind: Kind, site: Site, searched: Adoption) -> Adoption:
@@ -153,7 +145,7 @@ class Seeds:
         try:
             async with asyncio.timeout(config.seed_budget) as limit:
                 found = await adopt_unsigned(
-                    self.chain, kind, site, trust=self._trust, probation=self._probation, limit=limit, now=now
+                    self.chain, kind, site, trust=self._trust, probation=self.trials.probation, limit=limit, now=now
                 )
         except TimeoutError:
             _log.warning("kind=%s no unsigned table within %g s", kind.name, config.seed_budget)
@@ -173,7 +165,7 @@ class Seeds:
         adoption = await adopt_in_group(adopter, kind, site, group, timeout=GROUP_SECONDS)
         if adoption.manifest is not None:
             self.shelf.put(key, adoption.envelope, adoption.manifest)
-        await self._record(adoption, site, "local" if adoption.outcome == "none" else "adopted", "")
+        await self.trials.record(adoption, site, "local" if adoption.outcome == "none" else "adopted", "")
         return adoption
 
     def _adopter(self, environment: Environment) -> Adopter:
@@ -181,7 +173,7 @@ class Seeds:
         return Adopter(
             self._origins(environment),
             trust=self._trust,
-            probation=self._probation,
+            probation=self.trials.probation,
             state=self._state,
             budget=config.seed_budget + (config.seed_wait if self._client is not None else 0.0),
         )
@@ -222,12 +214,12 @@ class Seeds:
                 self._trust.deny(denial, now=now)
         except ArtifactRefused as error:
             _log.warning("a denial of %s is ignored: %s", current.sha256[:12], printable(error))
-        rank = _label(site)
-        taken = await self._quietly(
-            reconcile, kind, site, trust=self._trust, probation=self._probation, rank=rank, now=now
+        rank = site.rank_label
+        taken = await quietly(
+            reconcile, kind, site, trust=self._trust, probation=self.trials.probation, rank=rank, now=now
         )
         if taken is not None:
-            await self._record(Adoption(kind.name, "none"), site, "quarantined", taken.reason)
+            await self.trials.record(Adoption(kind.name, "none"), site, "quarantined", taken.reason)
 
     async def capture(self, kind: Kind, site: Site) -> Capture | None:
         """What this node has of `kind`, ready to be published; `None` for nothing, or nothing fit to publish."""
@@ -275,126 +267,6 @@ class Seeds:
             for _, capture in captures:
                 with contextlib.suppress(OSError):
                     capture.payload.unlink(missing_ok=True)
-
-    async def judged(self, adoption: Adoption, site: Site, verdict: Verdict, saved: float) -> None:
-        """Remember whether an adopted artifact was used, and what it saved; an engine survived it either way."""
-        manifest = adoption.manifest
-        if manifest is None:
-            return
-        await self._quietly(self._probation.prove, manifest.sha256, _label(site))
-        await self._record(
-            adoption,
-            site,
-            "used" if verdict.used else "unused",
-            verdict.reason,
-            saved=saved,
-            per_cache=dict(verdict.per_cache),
-        )
-
-    async def met(self, adoption: Adoption, site: Site) -> None:
-        """An engine is about to load an adopted artifact."""
-        if adoption.manifest is not None:
-            await self._quietly(self._probation.meet, adoption.manifest.sha256, _label(site))
-
-    async def proven(self, adoption: Adoption, site: Site) -> bool:
-        """Whether an engine of this rank has warmed up on an adopted artifact, in this life of the daemon or before."""
-        if adoption.manifest is None:
-            return False
-        return bool(await self._quietly(self._probation.proven, adoption.manifest.sha256, _label(site)))
-
-    async def pardon(self, adoption: Adoption, site: Site, reason: str) -> None:
-        """An engine died on an adopted artifact, and something else explains it: the next engine tries it as well."""
-        manifest = adoption.manifest
-        if manifest is None:
-            return
-        _log.warning(
-            "kind=%s generation=%d stays: %s; it is put down to something else once, taken back at the next such death",
-            *(adoption.kind, manifest.generation, printable(reason)),
-        )
-        await self.part(adoption, site)
-        await self._record(adoption, site, "pardoned", reason)
-
-    async def part(self, adoption: Adoption, site: Site) -> None:
-        """Whatever engine was about to load an adopted artifact, its silence from now on means nothing."""
-        if adoption.manifest is not None:
-            await self._quietly(self._probation.part, adoption.manifest.sha256, _label(site))
-
-    async def quarantine(self, kind: Kind, adoption: Adoption, site: Site, reason: str) -> None:
-        """Take an artifact on trial back here: the next engine finds what was there before, or does the work."""
-        manifest, installation = adoption.manifest, adoption.installation
-        if manifest is None or installation is None:
-            return
-        _log.error(
-            "kind=%s generation=%d of %s quarantined: %s; start the engine again: it finds what was here before, or "
-            "compiles; if it warms up, the fleet is told",
-            *(kind.name, manifest.generation, manifest.sha256[:12], printable(reason)),
-        )
-        self.shelf.take_down(manifest.sha256)
-        await self._quietly(kind.retract, installation, site)
-        await self._quietly(self._probation.fail, manifest.sha256, _label(site), reason)
-        await self._record(adoption, site, "quarantined", reason)
-
-    async def denounce(self, adoption: Adoption, site: Site, reason: str) -> None:
-        """Tell the fleet not to try a quarantined artifact: an engine has just warmed up without it."""
-        manifest = adoption.manifest
-        if manifest is None or not self._keys:
-            return
-        trial = await self._quietly(self._probation.fail, manifest.sha256, _label(site), reason)
-        if trial is None:
-            return
-        _log.error("kind=%s generation=%d denied to the fleet: %s", adoption.kind, manifest.generation, reason)
-        denial = sign_denial(self._probation.denial(trial, publisher=socket.gethostname()), self._keys)
-        try:
-            await self.chain.put(denial_key(manifest.sha256), denial)
-        except StoreError as error:
-            _log.warning("kind=%s the fleet was not told of the quarantine: %s", adoption.kind, printable(error))
-
-    async def forgive(self, adoption: Adoption) -> None:
-        """Engines die without the artifact as well: it is not what kills them."""
-        if adoption.manifest is not None:
-            _log.warning("kind=%s out of quarantine: an engine died without it, too", adoption.kind)
-            await self._quietly(self._probation.forgive, adoption.manifest.sha256)
-
-    async def _record(
-        self,
-        adoption: Adoption,
-        site: Site,
-        event: Event,
-        reason: str,
-        *,
-        saved: float = 0.0,
-        per_cache: Mapping[str, bool] | None = None,
-    ) -> None:
-        manifest = adoption.manifest
-        entry = Entry(
-            at=int(time.time()),
-            kind=adoption.kind,
-            rank=_label(site),
-            event=event,
-            config_hash=site.config_hash,
-            sha256=manifest.sha256 if manifest else "",
-            generation=manifest.generation if manifest else 0,
-            origin=adoption.origin,
-            bytes=(manifest.stored or manifest).length if manifest else 0,
-            seconds=adoption.seconds,
-            saved=saved,
-            reason=reason[:1024],
-            per_cache=dict(per_cache or {}),
-        )
-        await self._quietly(self._ledger.record, entry)
-
-    async def _quietly(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """What `work` returns; a record that can't be kept is logged and costs nothing else."""
-        try:
-            return await run_blocking(work, *args, **kwargs)
-        except (WarmseedError, OSError) as error:
-            _log.warning("%s: %s", getattr(work, "__name__", "a record"), printable(error, limit=500))
-            return None
-
-
-def _label(site: Site) -> str:
-    """The rank as `ArtifactKey.rank_label` spells it."""
-    return f"dp{site.dp_rank}_rank{site.world_rank}"
 
 
 def _history(path: Path) -> Marks:

@@ -32,6 +32,11 @@ class Site:
         """SHA-256 of every factor of the configuration, as manifests bind it."""
         return Environment(self.config_factors).digest
 
+    @property
+    def rank_label(self) -> str:
+        """The rank as `ArtifactKey.rank_label` spells it."""
+        return f"dp{self.dp_rank}_rank{self.world_rank}"
+
 
 @dataclass(frozen=True, slots=True)
 class Capture:

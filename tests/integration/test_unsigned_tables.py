@@ -107,7 +107,7 @@ def test_a_table_of_stock_vllm_is_taken_said_loudly_and_not_handed_on(
             assert not isinstance(await seeds.shelf.describe(question), Described)
             assert adoption.installation is not None
             verdict = KIND.judge(adoption.installation, Evidence(seconds=1.0), site)
-            await seeds.judged(adoption, site, verdict, 0.0)  # counts like any other
+            await seeds.trials.judged(adoption, site, verdict, 0.0)  # counts like any other
 
     run(main())
     assert local_path(fleet.site("n")).read_bytes() == H200_V1

@@ -37,4 +37,4 @@ def per_rank_path(site: Site) -> Path:
 
 def label(site: Site) -> str:
     """What this rank's notes in warmseed's own folder are called."""
-    return f"{site.config_hash}-dp{site.dp_rank}_rank{site.world_rank}"
+    return f"{site.config_hash}-{site.rank_label}"

@@ -121,14 +121,14 @@ class CompileCacheKind:
     def current(self, site: Site) -> Installation | None:
         """What this rank has installed at its roots now, to be judged or taken back after a restart."""
         tree = self._tree(site)
-        return None if tree is None else _installation(tree, tree.record.ranks[_label(site)].generation, site)
+        return None if tree is None else _installation(tree, tree.record.ranks[site.rank_label].generation, site)
 
     def _tree(self, site: Site) -> Tree | None:
         """The live tree that this rank's files are in."""
         roots = [*(site.roots[name] for name in self.caches if name in site.roots), provider_root(site)]
         for tree in Trees(site.state, self._disk).live():
             leads = [Path(path) for path in tree.record.roots.values()]
-            if _label(site) in tree.record.ranks and any(p.is_relative_to(root) for p in leads for root in roots):
+            if site.rank_label in tree.record.ranks and any(p.is_relative_to(root) for p in leads for root in roots):
                 return tree
         return None
 
@@ -180,7 +180,7 @@ class CompileCacheKind:
                 files = write_tree(data, work.contents, targets, staged, self._disk)
                 files.update(_write_made(work.placements, staged))
             record = self._record(trees, work, files, site)
-            carry_over(trees, staged, record, _label(site))
+            carry_over(trees, staged, record, site.rank_label)
             tree = _commit(trees, staged, record, manifest)
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
@@ -257,7 +257,7 @@ class CompileCacheKind:
             environment_hash=self.environment(site).digest,
             roots=roots,
             before={root: trees.standing(Path(root)) for root in roots.values()},
-            ranks={_label(site): rank},
+            ranks={site.rank_label: rank},
         )
 
 
@@ -293,10 +293,6 @@ def _write_made(placements: Mapping[str, Placement], staged: Path) -> dict[str, 
     return made
 
 
-def _label(site: Site) -> str:
-    return f"dp{site.dp_rank}_rank{site.world_rank}"
-
-
 def _commit(trees: Trees, staged: Path, record: TreeRecord, manifest: Manifest) -> Tree:
     name = trees.name(f"{manifest.generation}-{manifest.sha256[:16]}")
     for folder in record.moved:
@@ -310,13 +306,13 @@ def _is_ours(tree: Tree, site: Site, environment: Environment) -> bool:
     return (
         record.config_hash == site.config_hash
         and record.environment_hash == environment.digest
-        and _label(site) in record.ranks
+        and site.rank_label in record.ranks
     )
 
 
 def _whole(tree: Tree, site: Site, *, sample: int) -> bool:
     """Whether every file of the rank is still there, and `sample` of them have the bytes that were installed."""
-    files = tree.record.ranks[_label(site)].files
+    files = tree.record.ranks[site.rank_label].files
     if not all(os.path.lexists(Path(*tree.where(path))) for path in files):
         return False
     picked = random.sample(sorted(files), min(sample, len(files)))
@@ -325,7 +321,7 @@ def _whole(tree: Tree, site: Site, *, sample: int) -> bool:
 
 def _reusable(tree: Tree, manifest: Manifest, site: Site) -> Installation | None:
     """The installation of the same bundle that stands there already, if its files are what was installed."""
-    rank = tree.record.ranks.get(_label(site))
+    rank = tree.record.ranks.get(site.rank_label)
     if tree.record.config_hash != site.config_hash or rank is None or rank.sha256 != manifest.sha256:
         return None
     if changed_files(tree, rank.files):
@@ -348,14 +344,14 @@ def _joined(tree: Tree, work: _Work, environment: Environment, site: Site) -> bo
         rank = msgspec.structs.replace(
             other, generation=work.manifest.generation, device_index=work.manifest.device_index
         )
-        tree.record = msgspec.structs.replace(record, ranks={**record.ranks, _label(site): rank})
+        tree.record = msgspec.structs.replace(record, ranks={**record.ranks, site.rank_label: rank})
         tree.save()
         return True
     return False
 
 
 def _installation(tree: Tree, generation: int, site: Site) -> Installation:
-    rank = tree.record.ranks[_label(site)]
+    rank = tree.record.ranks[site.rank_label]
     return Installation(
         kind=CompileCacheKind.name,
         generation=generation,

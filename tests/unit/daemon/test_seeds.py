@@ -241,7 +241,7 @@ def test_a_part_that_was_adopted_is_published_only_with_the_rest_that_an_engine_
             rank = Rank(spec(model=str(fake_checkpoint(tmp_path / "model"))), status)
             rank._adoptions = adoptions
             sites = {kind.name: who.site}
-            judge = Judge(seeds, sites, (kind,), adoptions, status)
+            judge = Judge(seeds.trials, sites, (kind,), adoptions, status)
             captures = await rank._capture(seeds, (kind,), sites, judge, rehearsal=rehearsal)
             assert [capture.sha256 for _, capture in captures] == ([who.capture(TABLE).sha256] if published else [])
 
