@@ -16,10 +16,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["bytecode_variables", "keep_bytecode"]
+__all__ = ["bytecode_folder", "bytecode_variables", "installation", "keep_bytecode"]
 
 _PREFIX = "PYTHONPYCACHEPREFIX"  # where an interpreter looks for bytecode instead of beside the sources
 _FORBIDDEN = "PYTHONDONTWRITEBYTECODE"
@@ -28,7 +28,14 @@ _UNUSED = 30 * 86_400  # seconds after which the bytecode of packages that no da
 
 
 def bytecode_variables(cache_root: Path, modules: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """What makes an interpreter keep its bytecode below `cache_root`; empty if `modules` have theirs beside them.
+    """What makes an interpreter keep its bytecode in `bytecode_folder`; empty where there is none."""
+    folder = bytecode_folder(cache_root, modules, environ)
+    # Where an image forbids to write bytecode, that is meant for the image.
+    return {} if folder is None else {_PREFIX: str(folder), _FORBIDDEN: ""}
+
+
+def bytecode_folder(cache_root: Path, modules: Sequence[str], environ: Mapping[str, str]) -> Path | None:
+    """Where below `cache_root` bytecode is kept; `None` if `modules` have theirs beside them.
 
     `modules` are some that every engine imports: what holds for them is taken to hold for the whole installation. An
     operator's own ``PYTHONPYCACHEPREFIX`` stands.
@@ -36,11 +43,10 @@ def bytecode_variables(cache_root: Path, modules: Sequence[str], environ: Mappin
     folder = cache_root / _FOLDER
     chosen = environ.get(_PREFIX, "")
     if chosen and Path(chosen).parent != folder:
-        return {}
+        return None
     if all(_compiled(module) for module in modules):
-        return {}
-    # Where an image forbids to write bytecode, that is meant for the image.
-    return {_PREFIX: str(folder / _installation()), _FORBIDDEN: ""}
+        return None
+    return folder / f"{sys.implementation.cache_tag}-{installation(modules)[:16]}"
 
 
 def keep_bytecode(cache_root: Path, modules: Sequence[str]) -> None:
@@ -60,20 +66,57 @@ def keep_bytecode(cache_root: Path, modules: Sequence[str]) -> None:
         os.utime(folder)
         for other in folder.parent.iterdir():
             if other.stat().st_mtime < time.time() - _UNUSED:
-                shutil.rmtree(other, ignore_errors=True)
+                _remove(other)
 
 
-def _compiled(module: str) -> bool:
-    """Whether Python would find bytecode of `module` beside its source; also for a module that is not installed."""
+def installation(modules: Sequence[str]) -> str:
+    """SHA-256 of what decides whether bytecode from elsewhere is believed here: packages, their places, their times.
+
+    The packages are all that this interpreter can import, by their installers' lists of files; the times are those of
+    `modules`, which one installer wrote together with the rest.
+    """
+    digest = hashlib.sha256()
+    for folder, lists in _packages().items():
+        for text in (folder, *lists):
+            digest.update(hashlib.sha256(text.encode()).digest())
+    for module in modules:
+        digest.update(_modified(module).to_bytes(8, "little"))
+    return digest.hexdigest()
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():  # to what was adopted: its tree goes when no link leads there
+        folder.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _source(module: str) -> Path | None:
+    """The file of `module`, which need not be there; `None` if its package is not installed."""
     package, *rest = module.split(".")
     spec = None
     with contextlib.suppress(ImportError, ValueError):  # of the package alone: it imports what is above a module
         spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        return True
+        return None
     source = Path(spec.origin)
-    if rest:
-        source = source.parent.joinpath(*rest).with_suffix(".py")
+    return source.parent.joinpath(*rest).with_suffix(".py") if rest else source
+
+
+def _modified(module: str) -> int:
+    """When the source of `module` was written, in unix seconds as bytecode has them; 0 if there is none."""
+    source = _source(module)
+    try:
+        return 0 if source is None else int(source.stat().st_mtime)
+    except OSError:
+        return 0
+
+
+def _compiled(module: str) -> bool:
+    """Whether Python would find bytecode of `module` beside its source; also for a module that is not installed."""
+    source = _source(module)
+    if source is None:
+        return True
     try:
         status = source.stat()
         with (source.parent / "__pycache__" / f"{source.stem}.{sys.implementation.cache_tag}.pyc").open("rb") as file:
@@ -89,26 +132,21 @@ def _compiled(module: str) -> bool:
     return header[4] != 0 or stated == (int(status.st_mtime) & 0xFFFF_FFFF, status.st_size & 0xFFFF_FFFF)
 
 
-def _installation() -> str:
-    """A name for the interpreter and all packages that it can import, by the installers' own lists of files."""
-    digest = hashlib.sha256()
-    for record in sorted(set(_records())):
-        digest.update(hashlib.sha256(record.encode()).digest())
-    return f"{sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
-
-
-def _records() -> Iterator[str]:
-    for distribution in importlib.metadata.distributions(path=_outermost(sys.path)):
-        with contextlib.suppress(OSError, ValueError):  # one that can't be read tells nothing apart
-            if record := distribution.read_text("RECORD"):
-                yield record
-
-
-def _outermost(paths: Sequence[str]) -> list[str]:
-    """Those of `paths` that have distributions, without any that lies inside another one.
+def _packages() -> dict[str, list[str]]:
+    """The installers' lists of files in each folder of the path that has any, without folders inside another one.
 
     Importing a package can add some of its own folders (setuptools does, for what it vendors): the name must be the
     same before and after, and the package's list of files names what is in there.
     """
-    stocked = {Path(path) for path in paths if next(iter(importlib.metadata.distributions(path=[path])), None)}
-    return [str(path) for path in stocked if stocked.isdisjoint(path.parents)]
+    found = {Path(path): _lists(path) for path in sys.path}
+    stocked = {folder for folder, lists in found.items() if lists}
+    return {str(folder): found[folder] for folder in sorted(stocked) if stocked.isdisjoint(folder.parents)}
+
+
+def _lists(path: str) -> list[str]:
+    lists = []
+    for distribution in importlib.metadata.distributions(path=[path]):
+        with contextlib.suppress(OSError, ValueError):  # one that can't be read tells nothing apart
+            if text := distribution.read_text("RECORD"):
+                lists.append(text)
+    return sorted(lists)

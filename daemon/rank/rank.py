@@ -1,7 +1,7 @@
 """One rank's start, step by step, then serving.
 
-    own the device -> snapshot -> adopt the bundle -> load and export the weights -> adopt the tables
-    -> rehearse what is missing -> capture -> release -> bind the socket -> serve engines and peers
+    own the device -> open the stores -> adopt the engine's bytecode -> snapshot -> adopt the bundle -> load and export
+    the weights -> adopt the tables -> rehearse what is missing -> capture -> release -> bind the socket -> serve
 
 Each step is one timed, named phase. A step that fails costs what it was for and nothing else; only a
 configuration that can't work and a model that can't be loaded end the rank.
@@ -42,6 +42,7 @@ from warmseed.daemon.protocol.status import (
     next_order,
     orders,
 )
+from warmseed.daemon.rank.bytecode import BYTECODE, COMPILING, bytecode_cache, on_trial
 from warmseed.daemon.rank.joint_rehearsal import Wish, agree, share_outcome
 from warmseed.daemon.rank.judge import Judge
 from warmseed.daemon.rank.seeds import GROUP_SECONDS, Seeds
@@ -112,14 +113,17 @@ class Rank:
                 await run_blocking(keep_bytecode, self.cache_root, self.engine.modules)
                 lock = await self._own_device()
                 stack.callback(lock.release)
-            # Importing a deep-learning framework takes seconds and needs nobody: it runs beside the seeding.
-            preparing = asyncio.create_task(run_blocking(self.engine.prepare))
-            stack.callback(preparing.cancel)
-            with phase("snapshot"):
-                site = await run_blocking(self._site)
+            with phase("open-stores"):
                 seeds = await stack.enter_async_context(
                     Seeds.opened(self.spec, self.cache_root, observer=self._tally, count=self.status.refused)
                 )
+            bytecode = await self._adopt_bytecode(seeds)
+            # Importing a deep-learning framework takes seconds and needs nobody: it runs beside the seeding.
+            preparing = asyncio.create_task(run_blocking(self.engine.prepare))
+            stack.callback(preparing.cancel)
+            async with on_trial(seeds.trials, [(self._adoptions[kind.name], place) for kind, place in bytecode]):
+                with phase("snapshot"):
+                    site = await run_blocking(self._site)
             # A draft runs in the target's engine, on the same caches: what warms that engine is the target's to keep.
             kinds = self.engine.kinds() if self.spec.group == "target" else ()
             for kind in (k for k in kinds if k.name in BEFORE_LOAD):
@@ -130,6 +134,8 @@ class Rank:
             for kind in (k for k in kinds if k.name not in BEFORE_LOAD):
                 await self._adopt(seeds, kind, tables, group)
             sites = {kind.name: site if kind.name in BEFORE_LOAD else tables for kind in kinds}
+            for kind, place in bytecode:
+                kinds, sites = (kind, *kinds), {kind.name: place, **sites}
             judge = Judge(seeds.trials, sites, kinds, self._adoptions, self.status)
             stack.push_async_callback(judge.on_stop)
             server = WeightServer(
@@ -205,13 +211,27 @@ class Rank:
             return [(kind, capture) for kind, capture in captures if kind.name != FlashInferAutotune.name], {}
         return captures, {FlashInferAutotune.name: run}
 
+    async def _adopt_bytecode(self, seeds: Seeds) -> list[tuple[Kind, Site]]:
+        """Have what other nodes compiled of the engine's sources, if this node keeps any.
+
+        One rank does it for the node. The others start to import at once: interpreters look for each file by itself, so
+        they find it from the moment that it is there.
+        """
+        if self.spec.group != "target" or self.spec.local_rank != 0:
+            return []
+        found = await run_blocking(bytecode_cache, self.cache_root, self.engine.modules)
+        if found is None:
+            return []
+        await self._adopt(seeds, *found)
+        return [found]
+
     async def _adopt(self, seeds: Seeds, kind: Kind, site: Site, group: Rendezvous | None = None) -> None:
         with self.status.phase(f"adopt-{kind.name}") as report:
             try:
                 if isinstance(kind, FlashInferAutotune) and group is not None and group.world > 1:
                     adoption = await seeds.adopt_together(kind, site, group)
                 else:
-                    adoption = await seeds.adopt(kind, site)
+                    adoption = await seeds.adopt(kind, site, within=COMPILING if kind.name == BYTECODE else None)
             except GangBroken:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever it is, it costs the adoption and not the start
@@ -252,7 +272,7 @@ class Rank:
         """Have the launcher run a throwaway engine on this node's weights, if any cache is incomplete; how it went."""
         if self.spec.orders_fd is None:
             return "skipped"
-        missing = [name for name, adoption in self._adoptions.items() if not adoption.complete]
+        missing = [name for name, adoption in self._adoptions.items() if not adoption.complete and name != BYTECODE]
         folder = self._private_folder()
         address = SocketAddress.for_device(
             server.address.device_uuid, directory=folder, draft=self.spec.group == "draft"
@@ -331,7 +351,7 @@ class Rank:
                 report.outcome = "ok" if capture is not None else "skipped"
                 if capture is not None:
                     report.detail["bytes"] = capture.length
-                    captures.append((kind, judge.annotated(capture)))
+                    captures.append((kind, capture if kind.name == BYTECODE else judge.annotated(capture)))
         return captures
 
     def _release(self) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -119,12 +120,16 @@ class Seeds:
         finally:
             await chain.aclose()
 
-    async def adopt(self, kind: Kind, site: Site) -> Adoption:
-        """Have `kind`'s cache in place, from the disk, the stores or a peer; or say why not."""
+    async def adopt(self, kind: Kind, site: Site, *, within: float | None = None) -> Adoption:
+        """Have `kind`'s cache in place, from the disk, the stores or a peer; or say why not.
+
+        A peer that is still making it is waited for as long as the configuration allows; not so with `within`, the
+        seconds after which local work would be done.
+        """
         environment = await run_blocking(kind.environment, site)
         self.shelf.warming(_key(kind.name, site, environment), environment)
         await self._reconcile(kind, site)
-        adoption = await self._adopter(environment).adopt(kind, site)
+        adoption = await self._adopter(environment, within).adopt(kind, site)
         if adoption.outcome == "none":
             adoption = await self._unsigned(kind, site, adoption)
         if adoption.manifest is not None:
@@ -168,22 +173,23 @@ class Seeds:
         await self.trials.record(adoption, site, "local" if adoption.outcome == "none" else "adopted", "")
         return adoption
 
-    def _adopter(self, environment: Environment) -> Adopter:
+    def _adopter(self, environment: Environment, within: float | None = None) -> Adopter:
         config = self._spec.config
+        patience = config.seed_wait if within is None and self._client is not None else 0.0
         return Adopter(
-            self._origins(environment),
+            self._origins(environment, patience),
             trust=self._trust,
             probation=self.trials.probation,
             state=self._state,
-            budget=config.seed_budget + (config.seed_wait if self._client is not None else 0.0),
+            budget=min(config.seed_budget + patience, math.inf if within is None else within),
         )
 
-    def _origins(self, environment: Environment) -> list[Origin]:
+    def _origins(self, environment: Environment, wait_seconds: float) -> list[Origin]:
         if not len(self._trust.keyring):
             return []
         origins: list[Origin] = [StoreOrigin(self.chain)]
         if self._client is not None:
-            patience = Patience(wait_seconds=self._spec.config.seed_wait)
+            patience = Patience(wait_seconds=wait_seconds)
             origins.append(PeerOrigin(self._client, self._spec.seed_sources, patience, environment=environment))
         return origins
 

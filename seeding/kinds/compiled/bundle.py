@@ -1,4 +1,4 @@
-"""The kind ``compile_cache``: one bundle a rank, of every cache that a cold start spends its time on."""
+"""Kinds that are bundles of compiled caches; ``compile_cache`` is the one a rank, of all that an engine compiles."""
 
 from __future__ import annotations
 
@@ -37,11 +37,15 @@ SAMPLE = 16  # files re-hashed at every start, against rot and against engines t
 class CompileCacheKind:
     """Compiled caches as one signed, content-addressed bundle. Implements `kinds.base.Kind`."""
 
-    name = "compile_cache"
-
     def __init__(
-        self, caches: Sequence[CompiledCache], *, quiet: Quiet | None = None, disk: Disk | None = None
+        self,
+        caches: Sequence[CompiledCache],
+        *,
+        name: str = "compile_cache",
+        quiet: Quiet | None = None,
+        disk: Disk | None = None,
     ) -> None:
+        self.name = name
         self.caches = {cache.name: cache for cache in caches}
         self._quiet = quiet if quiet is not None else Quiet()
         self._disk = disk if disk is not None else Disk()
@@ -94,17 +98,17 @@ class CompileCacheKind:
                         "relocation", f"nothing in the bundle can work here ({reasons or 'it is empty'})"
                     )
                 current = common_tree(trees, placements)
-                if current is not None and (again := _reusable(current, manifest, site)) is not None:
-                    return again
+                if current is not None and _stands(current, manifest, site):
+                    return self._installation(current, manifest.generation, site)
                 work = _Work(manifest, payload, contents, placements, left_out)
                 if current is not None and _joined(current, work, self.environment(site), site):
-                    return _installation(current, manifest.generation, site)
+                    return self._installation(current, manifest.generation, site)
                 tree = self._install(trees, work, site)
                 failed = {name: why for name, p in placements.items() if (why := self.caches[name].prove(p, site))}
                 if not failed:
                     trees.prune()
                     remember_index(site.state, index or b"", manifest.sha256)
-                    return _installation(tree, manifest.generation, site)
+                    return self._installation(tree, manifest.generation, site)
                 put_back(trees, tree)
                 trees.discard(tree)
                 unfit.update(failed)
@@ -121,11 +125,13 @@ class CompileCacheKind:
     def current(self, site: Site) -> Installation | None:
         """What this rank has installed at its roots now, to be judged or taken back after a restart."""
         tree = self._tree(site)
-        return None if tree is None else _installation(tree, tree.record.ranks[site.rank_label].generation, site)
+        return None if tree is None else self._installation(tree, tree.record.ranks[site.rank_label].generation, site)
 
     def _tree(self, site: Site) -> Tree | None:
         """The live tree that this rank's files are in."""
-        roots = [*(site.roots[name] for name in self.caches if name in site.roots), provider_root(site)]
+        roots = [site.roots[name] for name in self.caches if name in site.roots]
+        if "flashinfer" in self.caches:
+            roots.append(provider_root(site))
         for tree in Trees(site.state, self._disk).live():
             leads = [Path(path) for path in tree.record.roots.values()]
             if site.rank_label in tree.record.ranks and any(p.is_relative_to(root) for p in leads for root in roots):
@@ -230,6 +236,18 @@ class CompileCacheKind:
     def _has(self, name: str, site: Site) -> bool:
         return name in self.caches and name in site.roots
 
+    def _installation(self, tree: Tree, generation: int, site: Site) -> Installation:
+        rank = tree.record.ranks[site.rank_label]
+        return Installation(
+            kind=self.name,
+            generation=generation,
+            sha256=rank.sha256,
+            files=rank.files,
+            folder=tree.path,
+            left_out=rank.left_out,
+            complete=rank.complete,
+        )
+
     def _targets(self, placements: Mapping[str, Placement]) -> dict[str, Target]:
         targets: dict[str, Target] = {}
         for name, placement in placements.items():
@@ -319,14 +337,12 @@ def _whole(tree: Tree, site: Site, *, sample: int) -> bool:
     return not changed_files(tree, {path: files[path] for path in picked})
 
 
-def _reusable(tree: Tree, manifest: Manifest, site: Site) -> Installation | None:
-    """The installation of the same bundle that stands there already, if its files are what was installed."""
+def _stands(tree: Tree, manifest: Manifest, site: Site) -> bool:
+    """Whether the same bundle is installed there already, and its files are what was installed."""
     rank = tree.record.ranks.get(site.rank_label)
     if tree.record.config_hash != site.config_hash or rank is None or rank.sha256 != manifest.sha256:
-        return None
-    if changed_files(tree, rank.files):
-        return None
-    return _installation(tree, manifest.generation, site)
+        return False
+    return not changed_files(tree, rank.files)
 
 
 def _joined(tree: Tree, work: _Work, environment: Environment, site: Site) -> bool:
@@ -348,16 +364,3 @@ def _joined(tree: Tree, work: _Work, environment: Environment, site: Site) -> bo
         tree.save()
         return True
     return False
-
-
-def _installation(tree: Tree, generation: int, site: Site) -> Installation:
-    rank = tree.record.ranks[site.rank_label]
-    return Installation(
-        kind=CompileCacheKind.name,
-        generation=generation,
-        sha256=rank.sha256,
-        files=rank.files,
-        folder=tree.path,
-        left_out=rank.left_out,
-        complete=rank.complete,
-    )

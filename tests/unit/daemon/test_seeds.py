@@ -206,6 +206,8 @@ def test_only_sources_are_waited_for_beyond_the_budget(tmp_path: Path) -> None:
         settings = fleet(tmp_path) | {"seed_budget": 7.0, "seed_wait": 100.0}
         async with opened(tmp_path, **settings) as seeds:
             assert seeds._adopter(who.site.environment)._budget == 7.0
+            assert seeds._adopter(who.site.environment, within=5.0)._budget == 5.0
+            assert seeds._adopter(who.site.environment, within=60.0)._budget == 7.0
 
     run(main())
 

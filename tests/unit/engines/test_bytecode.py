@@ -6,7 +6,6 @@ import compileall
 import json
 import os
 import py_compile
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.artifacts import run
+from tests.support.bare_package import MODULE, bare_package, word
 from tests.support.fake_checkpoint import fake_checkpoint
 from tests.support.specs import spec
 from typer.testing import CliRunner
@@ -26,29 +26,13 @@ from warmseed.daemon.protocol.status import StatusWriter
 from warmseed.daemon.rank.rank import Rank
 from warmseed.errors import ConfigurationError
 
-MODULE = "some_engine.deep.core"
-
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the path with a package as an installer that compiles nothing leaves it."""
-    folder = tmp_path / "site"
-    (folder / "some_engine" / "deep").mkdir(parents=True)
-    for name in ("__init__.py", "deep/__init__.py"):
-        (folder / "some_engine" / name).touch()
-    (folder / "some_engine" / "deep" / "core.py").write_text("WORD = 'written'\n")
-    (folder / "some_engine-1.dist-info").mkdir()
-    (folder / "some_engine-1.dist-info" / "RECORD").write_text("some_engine/deep/core.py,sha256=one,17\n")
+    """A folder on the path with a package that nobody compiled."""
+    folder = bare_package(tmp_path / "site")
     monkeypatch.syspath_prepend(str(folder))
     return folder
-
-
-def word(site: Path, variables: dict[str, str]) -> str:
-    """What the module says in an interpreter of an image that forbids bytecode."""
-    environ = {**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1", **variables}
-    command = [sys.executable, "-c", f"from {MODULE} import WORD; print(WORD)"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout.strip()
 
 
 def test_what_one_start_compiles_below_the_root_the_next_start_reads(site: Path, tmp_path: Path) -> None:
@@ -118,6 +102,17 @@ def test_the_folder_stays_when_an_import_puts_a_packages_own_parts_on_the_path(
     vendored.mkdir(parents=True)
     (vendored / "RECORD").write_text("part.py,sha256=one,1\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(vendored.parent)])
+    assert bytecode_variables(tmp_path, (MODULE,), {}) == before
+
+
+def test_the_folder_is_the_same_for_a_process_that_is_started_in_a_checkout(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An editable install leaves a description there, and no list of files: nothing was installed from it."""
+    before = bytecode_variables(tmp_path, (MODULE,), {})
+    (tmp_path / "checkout" / "some_tool.egg-info").mkdir(parents=True)
+    (tmp_path / "checkout" / "some_tool.egg-info" / "PKG-INFO").write_text("Name: some-tool\nVersion: 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "checkout"))
     assert bytecode_variables(tmp_path, (MODULE,), {}) == before
 
 
