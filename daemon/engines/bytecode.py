@@ -62,10 +62,12 @@ def keep_bytecode(cache_root: Path, modules: Sequence[str]) -> None:
     sys.dont_write_bytecode = False
     folder = Path(variables[_PREFIX])
     with contextlib.suppress(OSError):  # a disk that can't be written to costs the bytecode alone
+        if not folder.exists():
+            folder.unlink(missing_ok=True)  # a link to adopted bytecode that somebody has removed
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.utime(folder)
         for other in folder.parent.iterdir():
-            if other.stat().st_mtime < time.time() - _UNUSED:
+            if not other.exists() or other.stat().st_mtime < time.time() - _UNUSED:
                 _remove(other)
 
 
@@ -78,9 +80,9 @@ def installation(modules: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for folder, lists in _packages().items():
         for text in (folder, *lists):
-            digest.update(hashlib.sha256(text.encode()).digest())
+            digest.update(hashlib.sha256(os.fsencode(text)).digest())
     for module in modules:
-        digest.update(_modified(module).to_bytes(8, "little"))
+        digest.update(_modified(module).to_bytes(4, "little"))
     return digest.hexdigest()
 
 
@@ -104,10 +106,10 @@ def _source(module: str) -> Path | None:
 
 
 def _modified(module: str) -> int:
-    """When the source of `module` was written, in unix seconds as bytecode has them; 0 if there is none."""
+    """When the source of `module` was written, in unix seconds as bytecode has them: 32 bits; 0 if there is none."""
     source = _source(module)
     try:
-        return 0 if source is None else int(source.stat().st_mtime)
+        return 0 if source is None else int(source.stat().st_mtime) & 0xFFFF_FFFF
     except OSError:
         return 0
 

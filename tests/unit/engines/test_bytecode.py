@@ -19,7 +19,7 @@ from tests.support.specs import spec
 from typer.testing import CliRunner
 
 from warmseed.daemon.cli.main import app
-from warmseed.daemon.engines.bytecode import bytecode_variables, keep_bytecode
+from warmseed.daemon.engines.bytecode import bytecode_variables, installation, keep_bytecode
 from warmseed.daemon.engines.registry import cache_layout
 from warmseed.daemon.engines.vllm import layout
 from warmseed.daemon.protocol.status import StatusWriter
@@ -154,6 +154,47 @@ def test_a_running_process_goes_on_with_the_folder_and_old_ones_go(site: Path, t
     assert not os.environ["PYTHONDONTWRITEBYTECODE"]
     assert recent.exists()
     assert not old.exists()
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_adopted_bytecode_that_somebody_removed_is_kept_anew(site: Path, tmp_path: Path) -> None:
+    """Behind a link that leads nowhere an interpreter could keep nothing, and would not say so."""
+    variables = bytecode_variables(tmp_path, (MODULE,), {})
+    folder = Path(variables["PYTHONPYCACHEPREFIX"])
+    folder.parent.mkdir()
+    folder.symlink_to(tmp_path / "gone")
+    keep_bytecode(tmp_path, (MODULE,))
+    assert word(site, variables) == "written"
+    assert list(folder.rglob("core.*.pyc"))
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_link_to_adopted_bytecode_ages_with_its_folder(site: Path, tmp_path: Path) -> None:
+    adopted, link = tmp_path / "tree", tmp_path / "bytecode" / "old"
+    adopted.mkdir()
+    link.parent.mkdir()
+    link.symlink_to(adopted)
+    (link.parent / "astray").symlink_to(tmp_path / "gone")
+    keep_bytecode(tmp_path, (MODULE,))
+    assert link.is_symlink()
+    assert not (link.parent / "astray").is_symlink()
+    month = time.time() - 31 * 86_400
+    os.utime(adopted, (month, month))
+    keep_bytecode(tmp_path, (MODULE,))
+    assert not link.is_symlink()
+    assert adopted.is_dir()
+
+
+def test_sources_from_before_the_epoch_and_paths_that_are_no_text_are_told_apart_as_well(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = tmp_path / os.fsdecode(b"\xff") / "odd-1.dist-info"
+    odd.mkdir(parents=True)
+    (odd / "RECORD").write_text("odd.py,sha256=one,1\n")
+    monkeypatch.syspath_prepend(str(odd.parent))
+    before = installation((MODULE,))
+    os.utime(site / "some_engine" / "deep" / "core.py", (-86_400, -86_400))
+    assert installation((MODULE,)) != before
 
 
 @pytest.mark.usefixtures("interpreter")
