@@ -15,11 +15,12 @@ import importlib.util
 import os
 import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["bytecode_folder", "bytecode_variables", "installation", "keep_bytecode"]
+__all__ = ["bytecode_folder", "bytecode_variables", "installation", "installed_sources", "keep_bytecode"]
 
 _PREFIX = "PYTHONPYCACHEPREFIX"  # where an interpreter looks for bytecode instead of beside the sources
 _FORBIDDEN = "PYTHONDONTWRITEBYTECODE"
@@ -84,6 +85,11 @@ def installation(modules: Sequence[str]) -> str:
     for module in modules:
         digest.update(_modified(module).to_bytes(4, "little"))
     return digest.hexdigest()
+
+
+def installed_sources() -> tuple[str, ...]:
+    """The absolute folders of all packages that this interpreter can import, and of Python's own library."""
+    return (*_packages(), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 
 
 def _remove(folder: Path) -> None:

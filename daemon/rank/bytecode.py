@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-from warmseed.daemon.engines.bytecode import bytecode_folder, installation
+from warmseed.daemon.engines.bytecode import bytecode_folder, installation, installed_sources
 from warmseed.daemon.rank.trials import Trials
 from warmseed.daemon.settings.paths import state_folder
 from warmseed.errors import WarmseedError
@@ -46,7 +46,7 @@ def bytecode_cache(cache_root: Path, modules: Sequence[str]) -> tuple[CompileCac
         roots={Bytecode.name: folder},
         state=state_folder(cache_root),
     )
-    return CompileCacheKind([Bytecode()], name=BYTECODE), site
+    return CompileCacheKind([Bytecode(installed_sources())], name=BYTECODE), site
 
 
 @asynccontextmanager

@@ -84,6 +84,10 @@ def fleet(tmp_path: Path, site: Path) -> tuple[Node, Node]:
             (kept,) = first.root.rglob("core.*.pyc")
             kept.write_bytes(kept.read_bytes().replace(b"written", b"noticed"))  # in the bytecode alone
             kept.with_name(f"{kept.name}.140123").write_bytes(b"half")  # as an interpreter leaves it when it is killed
+            kept.with_name("notes.txt").touch()
+            secret = place.roots["bytecode"] / "home" / "operator" / "secret.pyc"
+            secret.parent.mkdir(parents=True)
+            secret.write_bytes(b"of a script's neighbour")
             capture = await seeds.capture(kind, place)
             assert capture is not None
             await seeds.publish([(kind, capture)], {kind.name: place})
@@ -103,7 +107,9 @@ def test_an_interpreter_of_another_node_reads_what_the_first_one_compiled(fleet:
             assert adoption.complete
             assert word(site, second.variables) == "noticed"
             assert adoption.installation is not None
-            assert not [path for path in adoption.installation.files if not path.endswith(".pyc")]
+            ours = f"bytecode{site}/some_engine/deep/core"
+            assert [path.partition(".")[0] for path in adoption.installation.files if "/deep/core" in path] == [ours]
+            assert not [path for path in adoption.installation.files if not path.endswith(".pyc") or "secret" in path]
             verdict = kind.judge(adoption.installation, Evidence(1.0), place)
             assert verdict.used, verdict.reason
             assert (await seeds.adopt(kind, place)).outcome == "present"

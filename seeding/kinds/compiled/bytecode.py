@@ -7,18 +7,30 @@ its header; otherwise it compiles and replaces it. Nothing in a file depends on 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from warmseed.seeding.kinds.compiled.cache import CompiledCache
 
 __all__ = ["Bytecode"]
 
 
 class Bytecode(CompiledCache):
-    """The folder of one set of installed packages; which set is up to the configuration that names the artifact."""
+    """The folder of one set of installed packages; which set is up to the configuration that names the artifact.
+
+    `sources` are the absolute folders that they lie in. Of others nothing is taken: an interpreter also compiles what
+    is nobody else's, such as the modules beside an operator's own script.
+    """
 
     name = "bytecode"
     needs = ("python_abi",)
 
+    def __init__(self, sources: Iterable[str]) -> None:
+        self._sources = tuple(f"{source.strip('/')}/" for source in sources)
+
     def skips(self, path: str) -> bool:
+        below = f"{path}/"
+        if not any(below.startswith(source) or source.startswith(below) for source in self._sources):
+            return True
         return ".pyc." in path.rpartition("/")[2]  # being written: importlib renames it when it is whole
 
     def counts(self, path: str) -> bool:
