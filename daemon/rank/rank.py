@@ -35,16 +35,13 @@ from warmseed.daemon.protocol.status import (
     EngineAttached,
     EngineDetached,
     Failed,
-    Rehearsal,
     RehearsalOutcome,
     Serving,
     StatusWriter,
-    next_order,
-    orders,
 )
 from warmseed.daemon.rank.bytecode import BYTECODE, COMPILING, bytecode_cache, on_trial
-from warmseed.daemon.rank.joint_rehearsal import Wish, agree, share_outcome
 from warmseed.daemon.rank.judge import Judge
+from warmseed.daemon.rank.rehearsal import rehearse
 from warmseed.daemon.rank.seeds import GROUP_SECONDS, Seeds
 from warmseed.daemon.rank.tally import Tally
 from warmseed.daemon.rank.tuning_group import meeting
@@ -52,7 +49,7 @@ from warmseed.daemon.settings.paths import default_cache_root, prepare_cache_roo
 from warmseed.daemon.weights.export import Exported, export_model
 from warmseed.daemon.weights.fingerprint import Fingerprint
 from warmseed.daemon.weights.server import WeightServer
-from warmseed.daemon.weights.socket import DeviceLock, SocketAddress, default_socket_dir
+from warmseed.daemon.weights.socket import DeviceLock, SocketAddress
 from warmseed.errors import ConfigurationError, WarmseedError, printable
 from warmseed.seeding.adopt import Adoption, Refusal
 from warmseed.seeding.gang.gang import GangBroken, agree_run
@@ -141,7 +138,9 @@ class Rank:
             server = WeightServer(
                 exported, fingerprint, lock.address, on_report=judge.on_report, on_detached=judge.on_detached
             )
-            rehearsal = await self._rehearse(server)
+            rehearsal = await rehearse(
+                self.spec, self.engine, server, self.status, cache_root=self.cache_root, missing=self._missing
+            )
             captures = await self._capture(seeds, kinds, sites, judge, rehearsal=rehearsal)
             captures, runs = await self._named_runs(captures, group)
             with phase("release") as report:
@@ -256,6 +255,11 @@ class Rank:
                     "kind=%s starts uncached: %s; free some room or name another --cache-root", kind.name, told
                 )
 
+    @property
+    def _missing(self) -> list[str]:
+        """What is worth a rehearsal; bytecode alone is not, every import makes it."""
+        return [name for name, adoption in self._adoptions.items() if not adoption.complete and name != BYTECODE]
+
     async def _weights(self, preparing: asyncio.Task[None]) -> tuple[Exported, Fingerprint]:
         with self.status.phase("import"):
             await preparing
@@ -267,57 +271,6 @@ class Rank:
             report.detail["bytes"] = exported.nbytes
             report.detail["segments"] = len(exported.segments)
         return exported, self.engine.fingerprint(loaded.checkpoint)
-
-    async def _rehearse(self, server: WeightServer) -> RehearsalOutcome:
-        """Have the launcher run a throwaway engine on this node's weights, if any cache is incomplete; how it went."""
-        if self.spec.orders_fd is None:
-            return "skipped"
-        missing = [name for name, adoption in self._adoptions.items() if not adoption.complete and name != BYTECODE]
-        folder = self._private_folder()
-        address = SocketAddress.for_device(
-            server.address.device_uuid, directory=folder, draft=self.spec.group == "draft"
-        )
-        with self.status.phase("rehearsal") as report:
-            needed = await self._agreed(bool(missing))
-            async with server.serving(address), orders(self.spec.orders_fd) as reader:
-                self.status.send(
-                    Rehearsal(
-                        needed=needed,
-                        argv=tuple(self.engine.rehearsal(socket_dir=folder, cache_root=self.cache_root)),
-                        env=dict(self.engine.caches(self.cache_root).variables),
-                        reason=", ".join(missing),
-                    )
-                )
-                order = await next_order(reader)
-            if order is None:
-                raise WarmseedError("the launcher is gone; this rank ends")
-            outcome = order.outcome
-            if needed and self.spec.spans_nodes and (self.spec.global_rank == 0 or outcome == "ok"):
-                outcome = await run_blocking(share_outcome, self.spec, outcome)
-            report.outcome = outcome
-            if order.reason:
-                report.detail["reason"] = order.reason
-        return outcome
-
-    async def _agreed(self, missing: bool) -> bool:
-        """Whether to rehearse, where ranks on other nodes have a say; a draft's never ask for it."""
-        spec = self.spec
-        if not spec.spans_nodes or spec.group != "target":
-            return missing
-        if spec.config.data_parallel_size > 1:
-            if missing:
-                _log.warning(
-                    "no rehearsal: it can't start data-parallel copies on other nodes; engines warm up themselves, and "
-                    "the next start of this daemon publishes what they leave"
-                )
-            return False
-        wish: Wish = "refused" if not spec.config.rehearsal else "needed" if missing else "complete"
-        return await run_blocking(agree, spec, wish)
-
-    def _private_folder(self) -> Path:
-        """Where the rehearsing engine finds this node's ranks, and no other engine looks."""
-        folder = self.spec.config.weight_cache_socket_dir
-        return (default_socket_dir() if folder is None else Path(folder)) / "rehearsal"
 
     async def _capture(
         self,

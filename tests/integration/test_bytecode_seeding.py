@@ -19,10 +19,11 @@ from tests.support.specs import spec
 
 from warmseed.daemon.engines.bytecode import bytecode_variables
 from warmseed.daemon.protocol.status import Phase, StatusWriter, decode_message
-from warmseed.daemon.rank.bytecode import bytecode_cache
+from warmseed.daemon.rank.bytecode import BYTECODE, bytecode_cache
 from warmseed.daemon.rank.rank import Rank
 from warmseed.daemon.rank.seeds import Seeds
 from warmseed.errors import ConfigurationError
+from warmseed.seeding.adopt import Adoption
 from warmseed.seeding.kinds.base import Evidence, Site
 from warmseed.seeding.kinds.compiled.bundle import CompileCacheKind
 from warmseed.seeding.trust.token import new_token, write_token
@@ -209,6 +210,17 @@ def test_a_ranks_engine_finds_it_before_it_imports_anything(fleet: tuple[Node, N
     found, phases = start(fleet[1], STOP)
     assert len(found) == 1
     assert [(phase.name, phase.outcome) for phase in phases] == [("adopt-bytecode", "hit")]
+
+
+def test_no_engine_is_rehearsed_for_bytecode_alone(tmp_path: Path) -> None:
+    told, ours = os.pipe()
+    rank = Rank(spec(model=str(fake_checkpoint(tmp_path / "model"))), StatusWriter(ours))
+    rank._adoptions = {BYTECODE: Adoption(BYTECODE, "none")}
+    assert not rank._missing
+    rank._adoptions["compile_cache"] = Adoption("compile_cache", "none")
+    assert rank._missing == ["compile_cache"]
+    rank.status.close()
+    os.close(told)
 
 
 def test_one_rank_fetches_for_all_of_its_node(fleet: tuple[Node, Node], start: Start) -> None:
