@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import traceback
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -58,9 +59,19 @@ async def on_trial(trials: Trials, tried: Sequence[tuple[Adoption, Site]]) -> As
     try:
         yield
         explained = True
-    except (WarmseedError, asyncio.CancelledError):  # flags or a model that can't work, or a stop
-        explained = True
+    except (WarmseedError, asyncio.CancelledError) as error:  # flags or a model that can't work, or a stop
+        explained = not _unreadable(error)
         raise
     finally:
         for adoption, site in tried if explained else ():
             await trials.part(adoption, site)
+
+
+def _unreadable(error: BaseException | None) -> bool:
+    """Whether Python could not read a file of bytecode; an adapter may have taken that for flags that can't work."""
+    while error is not None:
+        # importlib/_bootstrap_external.py; what `marshal` raises has no type of its own
+        if any(frame.f_code.co_name == "_compile_bytecode" for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

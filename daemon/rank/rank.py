@@ -115,17 +115,19 @@ class Rank:
                     Seeds.opened(self.spec, self.cache_root, observer=self._tally, count=self.status.refused)
                 )
             bytecode = await self._adopt_bytecode(seeds)
-            # Importing a deep-learning framework takes seconds and needs nobody: it runs beside the seeding.
-            preparing = asyncio.create_task(run_blocking(self.engine.prepare))
-            stack.callback(preparing.cancel)
             async with on_trial(seeds.trials, [(self._adoptions[kind.name], place) for kind, place in bytecode]):
+                # Importing a deep-learning framework takes seconds and needs nobody: it runs beside the seeding.
+                preparing = asyncio.create_task(run_blocking(self.engine.prepare))
+                stack.callback(preparing.cancel)
                 with phase("snapshot"):
                     site = await run_blocking(self._site)
-            # A draft runs in the target's engine, on the same caches: what warms that engine is the target's to keep.
-            kinds = self.engine.kinds() if self.spec.group == "target" else ()
-            for kind in (k for k in kinds if k.name in BEFORE_LOAD):
-                await self._adopt(seeds, kind, site)
-            exported, fingerprint = await self._weights(preparing)
+                # A draft runs in the target's engine, on the same caches: what warms it is the target's to keep.
+                kinds = self.engine.kinds() if self.spec.group == "target" else ()
+                for kind in (k for k in kinds if k.name in BEFORE_LOAD):
+                    await self._adopt(seeds, kind, site)
+                with phase("import"):
+                    await preparing
+            exported, fingerprint = await self._weights()
             tables = self._table_site(site)
             group = await stack.enter_async_context(self._tuning_group(seeds, kinds))
             for kind in (k for k in kinds if k.name not in BEFORE_LOAD):
@@ -260,9 +262,7 @@ class Rank:
         """What is worth a rehearsal; bytecode alone is not, every import makes it."""
         return [name for name, adoption in self._adoptions.items() if not adoption.complete and name != BYTECODE]
 
-    async def _weights(self, preparing: asyncio.Task[None]) -> tuple[Exported, Fingerprint]:
-        with self.status.phase("import"):
-            await preparing
+    async def _weights(self) -> tuple[Exported, Fingerprint]:
         with self.status.phase("load") as report:
             loaded = await run_blocking(self.engine.load)
             report.detail["checkpoint"] = str(loaded.checkpoint)[:80]

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["MODULE", "bare_package", "word"]
+import pytest
+
+__all__ = ["MODULE", "bare_package", "without_bytecode", "word"]
 
 MODULE = "some_engine.deep.core"
 
@@ -30,3 +32,11 @@ def word(site: Path, variables: Mapping[str, str]) -> str:
     command = [sys.executable, "-c", f"from {MODULE} import WORD; print(WORD)"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.strip()
+
+
+def without_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be one that keeps no bytecode, and be it again when the test is over."""
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for name in ("PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"):
+        monkeypatch.setenv(name, "")

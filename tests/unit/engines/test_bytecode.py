@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.artifacts import run
-from tests.support.bare_package import MODULE, bare_package, word
+from tests.support.bare_package import MODULE, bare_package, without_bytecode, word
 from tests.support.fake_checkpoint import fake_checkpoint
 from tests.support.specs import spec
 from typer.testing import CliRunner
@@ -133,11 +133,7 @@ def test_an_operators_own_folder_stands_and_ours_is_found_again(site: Path, tmp_
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `keep_bytecode` changes of this process is put back."""
-    monkeypatch.setattr(sys, "pycache_prefix", None)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    for name in ("PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"):
-        monkeypatch.setenv(name, "")
+    without_bytecode(monkeypatch)
 
 
 @pytest.mark.usefixtures("interpreter")
