@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 HEARTBEAT = 5.0  # seconds between signs of life
 FLUSH = 5.0  # seconds that background writes get when the rank is told to stop
-# Kinds that must be in place before the engine's code is imported; everything else is a table read at warmup.
+# Kinds of the engine that must be in place before the model is loaded; its others are tables, read at warmup.
 BEFORE_LOAD = ("compile_cache",)
 _NOTHING = Adoption("", "present")
 
